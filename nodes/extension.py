@@ -1,0 +1,13 @@
+"""The one list of the pack's node classes."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+
+class FerryExtension(ComfyExtension):
+    """What ComfyUI asks for the pack's nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Return every node class of the pack."""
+        return []

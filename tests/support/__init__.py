@@ -1,0 +1,1 @@
+"""Shared test material, imported as `ferry_support`."""
