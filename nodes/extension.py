@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .parallel import ParallelModel
+from .sampling import ParallelSampler
+
+NODES: list[type[io.ComfyNode]] = [ParallelModel, ParallelSampler]
+
 
 class FerryExtension(ComfyExtension):
     """What ComfyUI asks for the pack's nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return every node class of the pack."""
-        return []
+        return NODES

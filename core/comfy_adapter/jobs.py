@@ -1,0 +1,81 @@
+"""The jobs a worker offers once it runs inside ComfyUI's code base.
+
+Imported in the worker process only. ComfyUI's settings are put in place before any of its modules
+that reads them at import (``comfy.model_management``, the attention choice).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..parallel import ParallelDims, build_mesh
+
+if TYPE_CHECKING:
+    from .worker_model import WorkerModel
+
+
+def register(context: Any, arguments: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Callable]:
+    """Set ComfyUI up in this process and return the jobs by name.
+
+    Args:
+        context: The ``WorkerContext``: rank, device, ``open_arena``.
+        arguments: ``model_export.comfyui_arguments`` of the parent.
+        dims: Degrees of ``ParallelDims`` by name.
+
+    Returns:
+        ``load``, ``patch``, ``forward``, ``unload``.
+    """
+    _set_up_comfyui(arguments, cpu=context.device.type == "cpu")
+    layout = build_mesh(ParallelDims(**dims))
+    models = _Models(context, layout.sequence_group)
+    return {"load": models.load, "patch": models.patch, "forward": models.forward, "unload": models.unload}
+
+
+class _Models:
+    """The models that this rank holds, by the parent's token."""
+
+    def __init__(self, context: Any, group: Any | None) -> None:
+        self.context = context
+        self.group = group
+        self.models: dict[int, WorkerModel] = {}
+
+    def load(self, token: int, description: Mapping[str, Any], arena: Any) -> None:
+        from .worker_model import WorkerModel
+
+        weights = self.context.open_arena(arena)
+        self.models[token] = WorkerModel(description, weights, device=self.context.device, group=self.group)
+
+    def patch(self, token: int, patches: Mapping[str, Any]) -> list[str]:
+        return self.models[token].apply_patches(patches)
+
+    def forward(self, token: int, arguments: Mapping[str, Any]) -> Any:
+        output = self.models[token].forward(arguments)
+        # Every rank of the group holds the whole output; one copy back is enough.
+        return output if self.group is None or torch.distributed.get_rank(self.group) == 0 else None
+
+    def unload(self, token: int) -> None:
+        self.models.pop(token, None)
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _set_up_comfyui(arguments: Mapping[str, Any], *, cpu: bool) -> None:
+    logging.basicConfig(level=logging.INFO)
+    import comfy.options
+
+    sys.argv = [sys.argv[0], *arguments["argv"]]
+    comfy.options.enable_args_parsing(bool(arguments["argv"]))
+    from comfy.cli_args import args
+
+    for name, value in arguments["values"].items():
+        setattr(args, name, value)
+    args.cpu = cpu
+    args.cuda_malloc = False
+    # Weights come from the arena; ComfyUI's own pinning would claim most of the RAM in every worker.
+    args.disable_pinned_memory = True
+    import comfy.model_management

@@ -1,0 +1,81 @@
+"""What a worker needs to rebuild a ComfyUI diffusion model: a plain description and its tensors."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import comfy.cli_args
+import comfy.ops
+import comfy.options
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import RequestError
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def class_path(diffusion_model: nn.Module) -> str:
+    """Return the dotted path of the model's class, for example ``comfy.ldm.flux.model.Flux``."""
+    cls = type(diffusion_model)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def describe_model(model: Any) -> dict[str, Any]:
+    """Return the message from which a worker builds the same, empty diffusion model.
+
+    Args:
+        model: A ``comfy.model_base.BaseModel``.
+
+    Raises:
+        RequestError: If the weights are of a kind that workers cannot hold yet.
+    """
+    module = model.diffusion_model
+    for name, tensor in named_tensors(module).items():
+        if is_traceable_wrapper_subclass(tensor):
+            raise _unsupported_weights(module, f"{name} is a {type(tensor).__name__}")
+    return {
+        "class_path": class_path(module),
+        "unet_config": dict(model.model_config.unet_config),
+        "operations": _operations_name(module),
+    }
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by name, persistent or not, shared ones under each name."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
+    return tensors
+
+
+def comfyui_arguments() -> dict[str, Any]:
+    """Return this process' ComfyUI command line as a message, so that workers compute alike.
+
+    ``argv`` is parsed again in the worker; ``values`` are the plain settings as they are now, since
+    ComfyUI changes some after parsing.
+    """
+    values = {name: value for name, value in vars(comfy.cli_args.args).items() if isinstance(value, _PLAIN)}
+    return {"argv": sys.argv[1:] if comfy.options.args_parsing else [], "values": values}
+
+
+def _operations_name(module: nn.Module) -> str:
+    """Return which class of ``comfy.ops`` the Linear layers come from, for example ``manual_cast``."""
+    names = {
+        type(layer).__qualname__.rpartition(".")[0]
+        for layer in module.modules()
+        if isinstance(layer, nn.Linear) and type(layer).__module__ == comfy.ops.__name__
+    }
+    if len(names) == 1 and hasattr(comfy.ops, next(iter(names))):
+        return names.pop()
+    foreign = {type(layer).__qualname__ for layer in module.modules() if isinstance(layer, nn.Linear)}
+    raise _unsupported_weights(module, f"its Linear layers are {sorted(foreign)}")
+
+
+def _unsupported_weights(module: nn.Module, what: str) -> RequestError:
+    return RequestError(
+        f"parallel sampling of {type(module).__name__} was asked, but {what}",
+        limit="Workers hold plain weights (fp32, bf16, fp16, fp8) of ComfyUI's own layers, nothing quantized",
+        way_out="Load an unquantized file with the stock loader",
+    )

@@ -1,0 +1,178 @@
+"""Turn a MODEL into one whose denoiser calls run on several GPUs.
+
+The result is an ordinary MODEL: the sampler loop, noise, guidance, previews and progress stay in
+ComfyUI. ``ParallelPatcher`` never moves the model's own weights; it loads and frees the workers'
+copies when ComfyUI's memory manager asks it to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_patcher
+import comfy.patcher_extension
+import torch
+
+from ..errors import RequestError
+from ..parallel import ParallelDims, validate_model
+from ..plans import find_plan
+from .cfg_branches import BranchWrapper
+from .devices import worker_devices
+from .model_export import class_path, describe_model
+from .parallel_run import ParallelRun
+from .patch_messages import encode_patches
+from .remote_forward import RemoteInjection, sendable_options
+
+_KEY = "ferry_parallel"
+
+
+def make_parallel(model: Any, *, gpus: int, cfg_degree: int, ulysses_degree: int) -> Any:
+    """Return a clone of ``model`` that computes on ``gpus`` worker processes; starts none yet.
+
+    Args:
+        model: A ComfyUI MODEL (``ModelPatcher``).
+        gpus: Number of GPUs, one process each.
+        cfg_degree: Groups that evaluate different conditionings at the same time.
+        ulysses_degree: GPUs that share one sequence (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    Raises:
+        RequestError: If the model, the number of GPUs or a degree is not supported.
+    """
+    dims, devices = check_degrees(gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree)
+    if isinstance(model, ParallelPatcher):
+        raise RequestError(
+            "a MODEL that is parallel already was given",
+            limit="One MODEL has one set of degrees",
+            way_out="Keep one Parallel Model or Parallel Sampler in the chain",
+        )
+    diffusion_model = model.model.diffusion_model
+    validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
+    parallel = model.clone()
+    # A clone through the base class keeps whatever subclass the loader made (dynamic VRAM), which
+    # would move weights itself; the workers need none of that.
+    parallel.__class__ = ParallelPatcher
+    run = ParallelRun(dims, devices)
+    parallel.attachments[_KEY] = run
+    injection = RemoteInjection(run)
+    parallel.set_injections(
+        _KEY, [comfy.patcher_extension.PatcherInjection(injection.inject, injection.eject)]
+    )
+    if dims.cfg > 1:
+        wrapper = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
+        parallel.add_wrapper_with_key(wrapper, _KEY, BranchWrapper(run))
+    check_supported(parallel)
+    return parallel
+
+
+def check_degrees(*, gpus: int, cfg_degree: int, ulysses_degree: int) -> tuple[ParallelDims, tuple[str, ...]]:
+    """Return degrees and devices if they fit this machine.
+
+    Raises:
+        RequestError: Otherwise, with the numbers and what would fit.
+    """
+    devices = worker_devices(gpus)
+    dims = ParallelDims(cfg=cfg_degree, ulysses=ulysses_degree)
+    dims.validate(num_gpus=gpus)
+    return dims, devices
+
+
+def check_supported(patcher: ParallelPatcher) -> None:
+    """Refuse what the workers could not honour, before any of them is started.
+
+    Raises:
+        RequestError: Naming the node's change to the model.
+    """
+    sendable_options(patcher.model_options.get("transformer_options", {}))
+    describe_model(patcher.model)
+    encode_patches(patcher.patches)
+    foreign = [key for key in patcher.injections if key != _KEY]
+    objects = [key for key in patcher.object_patches if key.startswith("diffusion_model")]
+    for what, names in (
+        ("injections", foreign),
+        ("object patches", objects),
+        ("weight wrappers", list(patcher.weight_wrapper_patches)),
+        ("copies for other GPUs (MultiGPU)", list(patcher.model_options.get("multigpu_clones", ()))),
+    ):
+        if names:
+            raise RequestError(
+                f"a node gave this model {what}: {names}",
+                limit="They live in this process and the workers would compute without them",
+                way_out="Remove that node, or sample with a stock KSampler",
+            )
+
+
+class ParallelPatcher(comfy.model_patcher.ModelPatcher):
+    """A ``ModelPatcher`` whose weights live in worker processes."""
+
+    @property
+    def run(self) -> ParallelRun:
+        """What this patcher shares with its clones."""
+        return self.attachments[_KEY]
+
+    def is_dynamic(self) -> bool:
+        """Tell ComfyUI that this patcher has no dynamic VRAM."""
+        return False
+
+    def loaded_size(self) -> int:
+        """Return the bytes of weights in each worker."""
+        return self.run.loaded_bytes()
+
+    def current_loaded_device(self) -> torch.device:
+        """Return where the weights count: the sampling device once the workers hold them."""
+        return self.load_device if self.run.loaded_bytes() else self.model.device
+
+    def partially_load(
+        self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        """Load the workers instead of this process; called by ComfyUI before every sampling.
+
+        Returns:
+            Bytes that each worker gained.
+        """
+        if force_patch_weights:
+            raise RequestError(
+                "saving a parallel MODEL was asked",
+                limit="Its patched weights live in the workers",
+                way_out="Connect the saving node before Parallel Model",
+            )
+        check_supported(self)
+        before = self.run.loaded_bytes()
+        with self.use_ejected(skip_and_inject_on_exit_only=True):
+            self._give_back_local_weights()
+            self.patch_model(load_weights=False)
+        self.run.load(self.model, self.patches, self.patches_uuid)
+        return self.run.loaded_bytes() - before
+
+    def partially_unload(
+        self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        """Free the workers' copies and return the bytes that each held."""
+        return self.run.unload()
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        """Undo object patches here; with ``unpatch_weights`` also free the workers' copies."""
+        super().unpatch_model(None, unpatch_weights=False)
+        if unpatch_weights:
+            self.run.unload()
+
+    def register_all_hook_patches(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse conditionings that bring their own weights (LoRA hooks)."""
+        super().register_all_hook_patches(*args, **kwargs)
+        if self.hook_patches:
+            raise RequestError(
+                "a conditioning with hooked weights (Create Hook LoRA / Model as LoRA) was given",
+                limit="Workers keep one set of weights during a sampling",
+                way_out="Apply the LoRA to the MODEL, or sample with a stock KSampler",
+            )
+
+    def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse ComfyUI's own MultiGPU split of a model that is split already."""
+        raise RuntimeError("This MODEL is parallel already (ComfyUI-Ferry). Remove the MultiGPU node.")
+
+    def _give_back_local_weights(self) -> None:
+        """Bring the model's own weights back to the host, unpatched, if ComfyUI loaded them before."""
+        base = super()
+        if self.model.model_loaded_weight_memory or self.model.current_weight_patches_uuid is not None:
+            base.unpatch_model(self.offload_device, unpatch_weights=True)
+        else:
+            base.unpatch_model(None, unpatch_weights=False)

@@ -1,0 +1,120 @@
+"""Replace a diffusion model's innermost ``_forward`` by a call into the worker group.
+
+It is set on the *instance*, through ComfyUI's injections, so every wrapper that other nodes add
+(EasyCache, context windows, APPLY_MODEL and DIFFUSION_MODEL wrappers) still runs here, in ComfyUI's
+process, and the model object, its keys and its shapes stay what they were.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import RequestError
+
+if TYPE_CHECKING:
+    from .parallel_run import ParallelRun
+
+# What ComfyUI puts into transformer_options for code that runs on this side of the call.
+_LOCAL_OPTIONS = frozenset({"wrappers", "callbacks", "uuids", "easycache", "multigpu_thread_device"})
+_PATCH_OPTIONS = ("patches", "patches_replace", "optimized_attention_override")
+
+
+class RemoteForward:
+    """Callable stored as ``diffusion_model.__dict__["_forward"]`` while the model is parallel."""
+
+    def __init__(self, module: nn.Module, run: ParallelRun) -> None:
+        self.run = run
+        self.signature = inspect.signature(type(module)._forward)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the call on the workers; same arguments and result as the model's ``_forward``."""
+        bound = self.signature.bind(None, *args, **kwargs)
+        arguments = _flatten(bound)
+        options = arguments.get("transformer_options") or {}
+        arguments["transformer_options"] = sendable_options(options)
+        device = arguments["x"].device
+        output = self.run.forward(_to_cpu(arguments))
+        return _to_device(output, device)
+
+
+class RemoteInjection:
+    """Inject and eject a ``RemoteForward`` for one patcher, safely among clones.
+
+    ComfyUI copies the "is injected" flag on clone and ejects when a clone is garbage-collected, so a
+    dead clone would switch off the one in use. Hence only the patcher that injected may eject.
+    """
+
+    def __init__(self, run: ParallelRun) -> None:
+        self.run = run
+        self._owner: Callable[[], Any] = lambda: None
+
+    def inject(self, patcher: Any) -> None:
+        """Set the instance's ``_forward``."""
+        module = patcher.model.diffusion_model
+        module.__dict__["_forward"] = RemoteForward(module, self.run)
+        self._owner = weakref.ref(patcher)
+
+    def eject(self, patcher: Any) -> None:
+        """Take it away again, if ``patcher`` is the one that set it."""
+        module = patcher.model.diffusion_model
+        current = module.__dict__.get("_forward")
+        if (
+            isinstance(current, RemoteForward)
+            and current.run is self.run
+            and self._owner() in (None, patcher)
+        ):
+            del module.__dict__["_forward"]
+
+
+def sendable_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of ``transformer_options`` that the workers' forward reads.
+
+    Raises:
+        RequestError: If an option would change the computation inside the blocks and cannot be sent.
+    """
+    for name in _PATCH_OPTIONS:
+        if options.get(name):
+            raise RequestError(
+                f"a node on this model uses {name} ({_describe(options[name])})",
+                limit="Workers run in their own processes and cannot call functions of this one",
+                way_out="Remove that node before the parallel node, or sample with a stock KSampler",
+            )
+    skipped = {*_LOCAL_OPTIONS, *_PATCH_OPTIONS}
+    return {name: value for name, value in options.items() if name not in skipped}
+
+
+def _describe(value: Any) -> str:
+    return ", ".join(sorted(map(str, value))) if isinstance(value, dict) else type(value).__name__
+
+
+def _flatten(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the call as keyword arguments, with the model's ``**kwargs`` merged in."""
+    arguments: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        else:
+            arguments[name] = value
+    return arguments
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    return value
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return type(value)(_to_device(item, device) for item in value)

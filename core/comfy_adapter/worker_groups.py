@@ -1,0 +1,167 @@
+"""The worker group of this ComfyUI process: started on first use, kept warm between prompts.
+
+One group lives at a time, because a group owns its GPUs. Asking for other devices or degrees closes
+the old group and starts a new one; a group whose worker died is dropped, so the next prompt starts
+afresh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import comfy
+
+from ..errors import WorkerError
+from ..log import get_logger
+from ..parallel import ParallelDims
+from ..workers import SharedArena, WorkerPool, WorkerSpec
+from .model_export import comfyui_arguments, describe_model, named_tensors
+from .patch_messages import encode_patches
+
+_log = get_logger("workers")
+
+
+@dataclass
+class _Loaded:
+    """A model that the workers hold."""
+
+    arena: SharedArena
+    patches_uuid: Any = None
+    num_bytes: int = 0
+
+
+@dataclass
+class WorkerGroup:
+    """Running workers and the models they hold."""
+
+    dims: ParallelDims
+    devices: tuple[str, ...]
+    pool: WorkerPool
+    loaded: dict[int, _Loaded] = field(default_factory=dict)
+
+    def branch_ranks(self, branch: int) -> list[int]:
+        """Return the ranks that evaluate one conditioning branch together; cfg is the outermost axis."""
+        size = self.dims.world_size // self.dims.cfg
+        return list(range(branch * size, (branch + 1) * size))
+
+    def load(self, model: Any, patches: dict, patches_uuid: Any) -> None:
+        """Give the workers ``model`` with ``patches``, sending only what they do not have yet."""
+        token = _token(model)
+        if token not in self.loaded:
+            self._send_model(token, model)
+        if self.loaded[token].patches_uuid == patches_uuid:
+            return
+        message = encode_patches(patches)
+        applied = self.pool.call("patch", {"token": token, "patches": message})
+        if any(names != sorted(message) for names in applied.values()):
+            raise WorkerError(f"the ranks applied different weight patches: {applied}")
+        self.loaded[token].patches_uuid = patches_uuid
+
+    def unload(self, token: int) -> None:
+        """Drop a model from all workers and free its shared memory."""
+        loaded = self.loaded.pop(token, None)
+        if loaded is not None and self.pool.alive:
+            self.pool.call("unload", {"token": token})
+        if loaded is not None:
+            loaded.arena.close()
+
+    def loaded_bytes(self, token: int) -> int:
+        """Return the bytes of weights that one worker holds for the model, 0 if none."""
+        return self.loaded[token].num_bytes if token in self.loaded else 0
+
+    def forward(self, branch: int, token: int, arguments: dict[str, Any], *, poll: Callable[[], None]) -> Any:
+        """Run one denoiser call on a branch's ranks and return the first rank's output (on the CPU)."""
+        ranks = self.branch_ranks(branch)
+        payload = {"token": token, "arguments": arguments}
+        return self.pool.submit("forward", payload, ranks=ranks).wait(poll=poll)[ranks[0]]
+
+    def close(self) -> None:
+        """Stop the workers and free all shared memory."""
+        self.pool.close()
+        for loaded in self.loaded.values():
+            loaded.arena.close()
+        self.loaded.clear()
+
+    def _send_model(self, token: int, model: Any) -> None:
+        tensors = {name: tensor.detach() for name, tensor in named_tensors(model.diffusion_model).items()}
+        arena = SharedArena.create(tensors)
+        self.loaded[token] = _Loaded(arena, num_bytes=sum(tensor.nbytes for tensor in tensors.values()))
+        message = {"token": token, "description": describe_model(model), "arena": arena.handle()}
+        self.pool.call("load", message)
+
+
+_current: WorkerGroup | None = None
+_numbers = itertools.count(1)
+_tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# Filled by finalizers, which may run at any point of any thread; emptied by the next use of a group.
+_dead_tokens: deque[int] = deque()
+_lock = threading.RLock()
+
+
+def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
+    """Return the running group of these degrees and devices, starting it if need be.
+
+    Raises:
+        WorkerError: If a worker does not start; then none is left running.
+    """
+    global _current
+    with _lock:
+        if _current is not None and not _matches(_current, dims, devices):
+            _current.close()
+            _current = None
+        if _current is None:
+            _current = WorkerGroup(dims, devices, WorkerPool.start(_spec(dims, devices)))
+        while _dead_tokens:
+            _current.unload(_dead_tokens.popleft())
+        return _current
+
+
+def current_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup | None:
+    """Return the running group of these degrees and devices, or None."""
+    with _lock:
+        return _current if _current is not None and _matches(_current, dims, devices) else None
+
+
+def close_workers() -> None:
+    """Stop the running group, if any (tests, and a user who wants the memory back)."""
+    global _current
+    with _lock:
+        if _current is not None:
+            _current.close()
+            _current = None
+
+
+def model_token(model: Any) -> int:
+    """Return the number by which workers know this model object."""
+    return _token(model)
+
+
+def _token(model: Any) -> int:
+    with _lock:
+        if model not in _tokens:
+            _tokens[model] = next(_numbers)
+            weakref.finalize(model, _dead_tokens.append, _tokens[model]).atexit = False
+        return _tokens[model]
+
+
+def _matches(group: WorkerGroup, dims: ParallelDims, devices: tuple[str, ...]) -> bool:
+    return group.pool.alive and group.dims == dims and group.devices == devices
+
+
+def _spec(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerSpec:
+    comfyui_root = Path(next(iter(comfy.__path__))).resolve().parent
+    _log.info("starting %d workers on %s", len(devices), ", ".join(devices))
+    return WorkerSpec(
+        devices=devices,
+        backend="gloo" if devices[0] == "cpu" else "nccl",
+        setup="core.comfy_adapter.jobs",
+        setup_args={"arguments": comfyui_arguments(), "dims": asdict(dims)},
+        import_paths=(str(comfyui_root),),
+    )

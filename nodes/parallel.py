@@ -1,0 +1,85 @@
+"""Nodes that make a MODEL compute on several GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..core.comfy_adapter import RequestError, check_degrees, make_parallel
+from .schema import known
+
+
+def degree_inputs() -> list[Any]:
+    """Return the inputs that every parallel node has."""
+    return [
+        io.Int.Input(
+            "gpus",
+            default=2,
+            min=0,
+            max=64,
+            tooltip="How many GPUs compute, one worker process each. Must equal cfg_degree x ulysses_degree.",
+        ),
+        io.Int.Input(
+            "cfg_degree",
+            default=1,
+            min=0,
+            max=64,
+            tooltip="CFG parallel: positive and negative prompt at the same time on different GPUs. "
+            "2 helps whenever cfg is above 1.",
+        ),
+        io.Int.Input(
+            "ulysses_degree",
+            default=2,
+            min=0,
+            max=64,
+            tooltip="Ulysses: GPUs that share one picture or video. At most the model's attention heads.",
+        ),
+    ]
+
+
+def degree_problem(gpus: int | None, cfg_degree: int | None, ulysses_degree: int | None) -> bool | str:
+    """Return True if the degrees fit this machine (or are not known yet), else what is wrong."""
+    if gpus is None or cfg_degree is None or ulysses_degree is None:
+        return True
+    try:
+        check_degrees(gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree)
+    except RequestError as error:
+        return str(error)
+    return True
+
+
+class ParallelModel(io.ComfyNode):
+    """Make a MODEL compute on several GPUs, for any sampler."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node."""
+        return io.Schema(
+            node_id="FerryParallelModel",
+            display_name="Parallel Model",
+            category="ferry/parallel",
+            description="Runs the model on several GPUs at once. Put it after LoRA nodes, before any sampler.",
+            inputs=[
+                io.Model.Input("model", tooltip="The diffusion model, with its LoRAs applied."),
+                *degree_inputs(),
+            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="The same model, computed in parallel.")],
+            **known(
+                io.Schema, search_aliases=["multi gpu", "multigpu", "ulysses", "sequence parallel", "xdit"]
+            ),
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, gpus: int | None = None, cfg_degree: int | None = None, ulysses_degree: int | None = None
+    ) -> bool | str:
+        """Refuse degrees that do not fit before the prompt starts."""
+        return degree_problem(gpus, cfg_degree, ulysses_degree)
+
+    @classmethod
+    def execute(cls, model: Any, gpus: int, cfg_degree: int, ulysses_degree: int) -> io.NodeOutput:
+        """Return the parallel MODEL."""
+        return io.NodeOutput(
+            make_parallel(model, gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree)
+        )
