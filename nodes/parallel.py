@@ -59,7 +59,7 @@ class ParallelModel(io.ComfyNode):
             node_id="FerryParallelModel",
             display_name="Parallel Model",
             category="ferry/parallel",
-            description="Runs the model on several GPUs at once. Put it after LoRA nodes, before any sampler.",
+            description="Runs the model on several GPUs at once. Put it after LoRAs, before any sampler.",
             inputs=[
                 io.Model.Input("model", tooltip="The diffusion model, with its LoRAs applied."),
                 *degree_inputs(),
