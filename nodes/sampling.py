@@ -40,7 +40,7 @@ class ParallelSampler(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     round=0.01,
-                    tooltip="Guidance scale. At 1.0 there is no negative prompt, so cfg_degree 2 gains nothing.",
+                    tooltip="Guidance scale. At 1.0 there is no negative prompt: cfg_degree 2 gains nothing.",
                 ),
                 io.Combo.Input(
                     "sampler_name", options=sampler_names(), default="euler", tooltip="The sampler."
