@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .conditioning import LoadConditioning, SaveConditioning
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
 
-NODES: list[type[io.ComfyNode]] = [ParallelModel, ParallelSampler]
+NODES: list[type[io.ComfyNode]] = [ParallelModel, ParallelSampler, LoadConditioning, SaveConditioning]
 
 
 class FerryExtension(ComfyExtension):
