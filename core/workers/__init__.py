@@ -1,0 +1,24 @@
+"""Worker processes: one per rank, outliving any one prompt, never hanging their parent.
+
+Plain PyTorch. ``WorkerPool.start(WorkerSpec(...))`` starts them, ``pool.call(job, payload)`` runs a job,
+``SharedArena`` holds weights once for all of them. Security: nothing but the parent can talk to a
+worker (an inherited socket pair), and messages are data only; what the ranks say to each other goes
+through torch.distributed over loopback, which trusts every user of the machine.
+"""
+
+from .calls import PendingCall
+from .pool import WorkerPool
+from .shared_arena import SharedArena, open_arena
+from .spec import Deadlines, WorkerSpec
+from .worker import WorkerContext, borrows_arguments
+
+__all__ = [
+    "Deadlines",
+    "PendingCall",
+    "SharedArena",
+    "WorkerContext",
+    "WorkerPool",
+    "WorkerSpec",
+    "borrows_arguments",
+    "open_arena",
+]

@@ -1,0 +1,109 @@
+"""The first code of a worker process, run as a script with ``python -P``; standard library only.
+
+It makes the process safe before anything slow or large is imported: the terminal's Ctrl-C is left
+to the parent, crashes and SIGUSR1 write every thread's stack to the log, and a thread watches the
+parent, so that a worker ends within a second of it, even in mid-import or inside a collective. Then
+it loads the pack under its fixed alias (ComfyUI loads it under a file path as name, which no other
+process can import) and hands over to ``worker``.
+
+``-P`` keeps this folder off ``sys.path``, where its files would shadow other packages' modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import importlib.util
+import logging
+import mmap
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+HEARTBEAT_BYTES = 8
+_HEARTBEAT_PERIOD_S = 0.5
+_ADOPTION_S = 1.0
+_EXIT_PARENT_GONE = 3
+
+
+def load_package(alias: str, folder: str) -> None:
+    """Load ``folder`` as the top-level package ``alias``, whatever the folder is called."""
+    init = Path(folder, "__init__.py")
+    spec = importlib.util.spec_from_file_location(alias, init, submodule_search_locations=[folder])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{init} cannot be loaded as a package")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[alias] = module
+    spec.loader.exec_module(module)
+
+
+def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -> None:
+    """Start the thread that beats while this process runs, and ends it once the parent is gone.
+
+    Args:
+        control: Descriptor of the control socket; only its hang-up is looked at.
+        heartbeat: Descriptor of ``HEARTBEAT_BYTES`` of shared memory, holding a counter.
+        parent: The parent's process id. Asked for too, because a process that the parent forked may
+            hold its end of the socket open.
+        directory: The pool's private directory. Nobody else is left to remove it.
+    """
+    counter = mmap.mmap(heartbeat, HEARTBEAT_BYTES)
+    os.close(heartbeat)
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(control, select.POLLRDHUP)
+        beats = 0
+        while True:
+            beats += 1
+            struct.pack_into("<Q", counter, 0, beats)
+            if poller.poll(_HEARTBEAT_PERIOD_S * 1000) or os.getppid() != parent:
+                break
+        # A dying process closes its files before its children change hands, so look again for a while.
+        until = time.monotonic() + _ADOPTION_S
+        while os.getppid() == parent and time.monotonic() < until:
+            time.sleep(0.01)
+        if os.getppid() != parent:
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(_EXIT_PARENT_GONE)
+
+    threading.Thread(target=watch, name="ferry-parent-watch", daemon=True).start()
+
+
+def main() -> None:
+    """Set the process up and run the worker."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--heartbeat", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--directory", required=True)
+    parser.add_argument("--alias", required=True)
+    parser.add_argument("--root", required=True)
+    arguments = parser.parse_args()
+
+    # A program that this worker starts must not keep the socket open.
+    os.set_inheritable(arguments.control, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    watch_parent(
+        arguments.control, arguments.heartbeat, parent=arguments.parent, directory=arguments.directory
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    # Libraries that parse the command line must not meet ours.
+    sys.argv = ["comfyui-ferry-worker"]
+    load_package(arguments.alias, arguments.root)
+    worker = importlib.import_module(f"{arguments.alias}.core.workers.worker")
+    worker.run(socket.socket(fileno=arguments.control))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The one thread of a pool: takes the replies, and sees to it that no caller waits for ever.
+
+A pool is lost when a rank's process ends, when a job raises, when a call is past its deadline, or
+when a process stops running (its heartbeat stands still). One lost rank loses the pool, because the
+others may be inside a collective with it. Then: give the other ranks a moment to report, have those
+that still run write their stacks, kill all, and only then tell the callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback
+
+from .calls import CallTable
+from .channel import Message
+from .launcher import RankGroup, RankProcess
+from .report import RankReport, compose, describe_exit, first_failure
+from .spec import Deadlines
+
+_TICK_S = 0.25
+# After the first failure: time for the other ranks to raise, and for stacks to reach the logs.
+_SETTLE_S = 0.5
+_DUMP_S = 0.2
+_EXIT_CODE_S = 1.0
+_JOIN_SLACK_S = 10.0
+
+
+class Watchdog:
+    """Watches over one pool's processes from its own daemon thread.
+
+    Args:
+        group: The processes.
+        calls: The calls under way.
+        deadlines: How long to wait.
+    """
+
+    def __init__(self, group: RankGroup, calls: CallTable, deadlines: Deadlines) -> None:
+        self._group = group
+        self._calls = calls
+        self._deadlines = deadlines
+        self._owner = os.getpid()
+        self._closing = False
+        self._cause: str | None = None
+        self._started = False
+        self._wake_up, self._woken = socket.socketpair()
+        self._wake_up.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._reports = {
+            rank.rank: RankReport(rank.rank, rank.device, rank.process.pid, rank.log_path)
+            for rank in group.ranks
+        }
+        self._failed: list[int] = []
+        self._beats = {rank.rank: (-1, 0.0) for rank in group.ranks}
+        self._beats_read_at = time.monotonic()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        for rank in group.ranks:
+            self._selector.register(rank.link.connection, selectors.EVENT_READ, rank)
+        self._thread = threading.Thread(target=self._run, name="ferry-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def expect_heartbeats(self) -> None:
+        """Count silence as failure from now on; while a worker imports, silence means nothing."""
+        self._started = True
+
+    def report(self, cause: str) -> None:
+        """Say that the pool is lost; from any thread."""
+        self._cause = self._cause or cause
+        self._wake()
+
+    def close(self) -> None:
+        """End the pool: in good order if no call is under way, at once otherwise.
+
+        From any thread, any number of times.
+        """
+        if os.getpid() != self._owner:
+            return  # A forked copy of this process owns none of the workers.
+        self._closing = True
+        self._wake()
+        if threading.current_thread() is self._thread:
+            return  # A finalizer that ran in our own thread; the loop does the rest.
+        self._thread.join(self._deadlines.close_s + _JOIN_SLACK_S)
+        self._release()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: awake already; closed: nothing left to do
+            self._wake_up.send(b"!")
+
+    def _run(self) -> None:
+        try:
+            if self._watch():
+                self._shut_down()
+                self._release()
+            else:
+                self._end_lost_pool()
+        except BaseException:  # noqa: BLE001 - the thread boundary; a caller would wait for ever
+            self._calls.refuse("its watchdog failed.")
+            self._group.kill()
+            self._calls.fail(
+                f"the pool's watchdog failed; all workers were stopped.\n{traceback.format_exc()}"
+            )
+
+    def _watch(self) -> bool:
+        """Serve until the pool is to be closed (True) or is lost (False)."""
+        while True:
+            # Taken before looking for replies: one that came in time must not count as late because
+            # this process was busy.
+            looked_at = time.monotonic()
+            self._take_replies(_TICK_S)
+            if self._closing:
+                return True
+            if self._failed or self._cause is not None:
+                return False
+            self._cause = self._find_late(looked_at) or self._find_silent()
+
+    def _take_replies(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._woken.recv(4096)
+            else:
+                self._read(key.data)
+
+    def _read(self, rank: RankProcess) -> None:
+        try:
+            while (message := rank.link.receive()) is not None:
+                self._handle(rank, message)
+        except EOFError:
+            self._selector.unregister(rank.link.connection)
+            self._reports[rank.rank].ended = describe_exit(rank.wait(_EXIT_CODE_S))
+            self._failed.append(rank.rank)
+
+    def _handle(self, rank: RankProcess, message: Message) -> None:
+        if message.fields["kind"] == "error":
+            report = self._reports[rank.rank]
+            report.raised = message.fields["summary"]
+            report.traceback = message.fields["traceback"]
+            self._failed.append(rank.rank)
+            return
+        call = self._calls.find(message.fields["call"])
+        # An abandoned call's tensors are not even copied.
+        result = None if call.abandoned else message.decode()
+        rank.link.finish(message)
+        self._calls.deliver(call, rank.rank, result)
+
+    def _find_late(self, now: float) -> str | None:
+        call = self._calls.late(now)
+        if call is None:
+            return None
+        ranks = ", ".join(str(rank) for rank in sorted(call.missing))
+        return f"job {call.job!r} had no reply from rank {ranks} within its deadline of {call.deadline_s:g} s"
+
+    def _find_silent(self) -> str | None:
+        now = time.monotonic()
+        # Capped: while this process itself was stopped, nobody could see the others beat.
+        elapsed = min(now - self._beats_read_at, 2 * _TICK_S)
+        self._beats_read_at = now
+        for rank in self._group.ranks:
+            beats, silent_s = self._beats[rank.rank]
+            latest = rank.beats()
+            silent_s = silent_s + elapsed if latest == beats and self._started else 0.0
+            self._beats[rank.rank] = (latest, silent_s)
+            if silent_s > self._deadlines.heartbeat_s:
+                return f"the process of worker rank {rank.rank} has not run for {silent_s:.0f} s"
+        return None
+
+    def _end_lost_pool(self) -> None:
+        headline = self._cause or first_failure(self._failed_reports())
+        self._calls.refuse(f"the pool is lost ({headline}).")
+        until = time.monotonic() + _SETTLE_S
+        while len(set(self._failed)) < len(self._reports) and time.monotonic() < until:
+            self._take_replies(max(0.0, until - time.monotonic()))
+        for rank in self._group.dump_stacks():
+            self._reports[rank].stacks_dumped = True
+        if any(report.stacks_dumped for report in self._reports.values()):
+            time.sleep(_DUMP_S)
+        self._group.kill()
+        self._calls.fail(compose(self._cause, self._failed_reports(), self._calls.running()))
+
+    def _failed_reports(self) -> list[RankReport]:
+        """Return all ranks' reports, those that failed first, in the order they did."""
+        order = list(dict.fromkeys([*self._failed, *self._reports]))
+        return [self._reports[rank] for rank in order]
+
+    def _shut_down(self) -> None:
+        self._calls.refuse("the pool was closed.")
+        if self._calls.running():
+            self._group.kill()
+            self._calls.fail("the pool was closed while this call was under way. Start a new pool.")
+            return
+        for rank in self._group.ranks:
+            with contextlib.suppress(OSError):  # gone already
+                rank.link.send({"kind": "stop"})
+        self._group.wait(self._deadlines.close_s)
+
+    def _release(self) -> None:
+        self._group.close()
+        self._selector.close()
+        self._wake_up.close()
+        self._woken.close()

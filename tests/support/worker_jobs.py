@@ -1,0 +1,127 @@
+"""Jobs for the tests of the worker pool; imported in worker processes only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def register(context, fail_on=None, way="raise"):
+    if context.rank == fail_on:
+        if way == "raise":
+            raise ValueError("set-up went wrong on purpose")
+        if way == "exit":
+            print("these are my last words", flush=True)
+            os._exit(7)
+        time.sleep(3600)
+    return _Jobs(context).by_name()
+
+
+class _Jobs:
+    def __init__(self, context):
+        self.context = context
+        self.arena = {}
+        self.kept = None
+
+    def by_name(self):
+        names = [name for name in dir(self) if name.startswith("job_")]
+        return {name.removeprefix("job_"): getattr(self, name) for name in names} | {"borrow": borrow}
+
+    def job_echo(self, value):
+        return value
+
+    def job_describe(self):
+        return {
+            "rank": self.context.rank,
+            "world_size": self.context.world_size,
+            "device": self.context.device,
+            "pid": os.getpid(),
+            "visible": os.environ["CUDA_VISIBLE_DEVICES"],
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+            "extra": os.environ.get("FERRY_EXTRA"),
+            "threads": torch.get_num_threads(),
+            "path": list(sys.path),
+            "files": len(os.listdir("/proc/self/fd")),
+            "interrupt_ignored": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            "session": os.getsid(0) == os.getpid(),
+        }
+
+    def job_sum(self, value):
+        value = value + self.context.rank
+        dist.all_reduce(value)
+        return value
+
+    def job_negate(self, value):
+        value.neg_()  # in place: this rank's copy alone
+        return value
+
+    def job_sleep(self, seconds):
+        time.sleep(seconds)
+        return self.context.rank
+
+    def job_raise_on(self, rank, how="error"):
+        if self.context.rank == rank:
+            if how == "exit":
+                raise SystemExit(5)
+            raise KeyError("a planted error")
+        dist.barrier()
+
+    def job_kill_on(self, rank):
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    def job_crash_on(self, rank):
+        if self.context.rank == rank:
+            ctypes.string_at(0)
+        dist.barrier()
+
+    def job_stall_on(self, rank):
+        if self.context.rank == rank:
+            planted_stall()
+        dist.barrier()
+
+    def job_stop_on(self, rank):
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    def job_unsendable(self):
+        return {"outer": [object()]}
+
+    def job_keep(self, value):
+        self.kept = value
+
+    def job_kept(self):
+        return self.kept
+
+    def job_open(self, arena):
+        self.arena |= self.context.open_arena(arena)
+        return sorted(self.arena)
+
+    def job_read(self, name):
+        return self.arena[name]
+
+    def job_arena_bytes(self):
+        """Bytes of the arena in this process: mapped, and copied out of the shared pages."""
+        lines = open("/proc/self/smaps").read().splitlines()
+        start = next(i for i, line in enumerate(lines) if "ferry-arena" in line)
+        fields = dict(line.split(":") for line in lines[start + 1 : start + 20])
+        return {name: 1024 * int(fields[name].split()[0]) for name in ("Rss", "Pss", "Anonymous")}
+
+
+def borrow(value):
+    return value.sum(), value.data_ptr()
+
+
+borrow._ferry_borrows_arguments = True
+
+
+def planted_stall():
+    time.sleep(3600)

@@ -1,0 +1,42 @@
+"""Specs of small CPU pools for tests, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from comfyui_ferry.core.workers import Deadlines, WorkerSpec
+
+SUPPORT = Path(__file__).resolve().parent
+
+
+def cpu_spec(num_ranks: int = 2, **changes) -> WorkerSpec:
+    """A gloo pool that offers the jobs of `worker_jobs`."""
+    options = {
+        "devices": ("cpu",) * num_ranks,
+        "setup": "ferry_support.worker_jobs",
+        "backend": "gloo",
+        "import_roots": {"ferry_support": str(SUPPORT)},
+        "num_threads": 1,
+        "deadlines": Deadlines(start_s=60, call_s=30, collective_s=30),
+    }
+    return WorkerSpec(**(options | changes))
+
+
+def pids(pool) -> list[int]:
+    return [rank.process.pid for rank in pool._group.ranks]
+
+
+def exists(pid: int) -> bool:
+    """Whether the process exists; a zombie does."""
+    return os.path.exists(f"/proc/{pid}")
+
+
+def wait_until_gone(processes: Iterable[int], timeout_s: float) -> list[int]:
+    """Return the processes that still exist after `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    while (left := [pid for pid in processes if exists(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
