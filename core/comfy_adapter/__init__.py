@@ -1,16 +1,41 @@
-"""The only place that imports ComfyUI: shows its models to the engines and the engines to its nodes."""
+"""The only place that imports ComfyUI: shows its models to the engines and the engines to its nodes.
+
+The public names are imported on first use, because a worker process imports ``jobs`` from here and
+must put ComfyUI's settings in place before any module that reads them is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from .conditioning import (
-    conditioning_files,
-    conditioning_version,
-    load_conditioning,
-    register_conditioning_folder,
-    save_conditioning,
-)
-from .parallel_model import check_degrees, make_parallel
-from .sampling import sample_parallel, sampler_names, scheduler_names
-from .worker_groups import close_workers
+
+if TYPE_CHECKING:
+    from .conditioning import (
+        conditioning_files,
+        conditioning_version,
+        load_conditioning,
+        register_conditioning_folder,
+        save_conditioning,
+    )
+    from .parallel_model import check_degrees, make_parallel
+    from .sampling import sample_parallel, sampler_names, scheduler_names
+    from .worker_groups import close_workers
+
+_HOMES = {
+    "check_degrees": "parallel_model",
+    "close_workers": "worker_groups",
+    "conditioning_files": "conditioning",
+    "conditioning_version": "conditioning",
+    "load_conditioning": "conditioning",
+    "make_parallel": "parallel_model",
+    "register_conditioning_folder": "conditioning",
+    "sample_parallel": "sampling",
+    "sampler_names": "sampling",
+    "save_conditioning": "conditioning",
+    "scheduler_names": "sampling",
+}
 
 __all__ = [
     "RequestError",
@@ -22,7 +47,14 @@ __all__ = [
     "make_parallel",
     "register_conditioning_folder",
     "sample_parallel",
-    "save_conditioning",
     "sampler_names",
+    "save_conditioning",
     "scheduler_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module that defines it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
