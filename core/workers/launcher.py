@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,9 +99,10 @@ class RankGroup:
                 rank.process.kill()
         self.wait(_REAP_S)
 
-    def dump_stacks(self) -> list[int]:
-        """Have every running rank write its stacks to its log; return those ranks."""
-        running = [rank for rank in self.ranks if rank.process.poll() is None]
+    def dump_stacks(self, *, without: Collection[int]) -> list[int]:
+        """Have every running rank but ``without`` write its stacks to its log; return those ranks."""
+        others = [rank for rank in self.ranks if rank.rank not in without]
+        running = [rank for rank in others if rank.process.poll() is None]
         for rank in running:
             rank.process.send_signal(signal.SIGUSR1)
         return [rank.rank for rank in running]

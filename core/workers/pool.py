@@ -133,7 +133,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Stop the workers; open calls end with ``WorkerError``. May be called again."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._watchdog.close()
 
     def __enter__(self) -> Self:
         return self

@@ -83,9 +83,12 @@ class SharedFile:
             self.descriptor, self.size_bytes - offset_bytes, prot=protection, offset=offset_bytes
         )
         # A mapping made under ComfyUI's inference mode must also serve callers outside of it.
-        with torch.inference_mode(False), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return torch.frombuffer(mapping, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            if writable:
+                return torch.frombuffer(mapping, dtype=torch.uint8)
+            with warnings.catch_warnings():  # not thread-safe; only workers map read-only, in one thread
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def close(self) -> None:
         """Close the descriptor now."""

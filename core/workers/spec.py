@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -31,6 +32,9 @@ class Deadlines:
         collective_s: One collective between workers.
         heartbeat_s: A worker whose process does not run at all: stopped, or starved by swapping.
         close_s: An orderly exit, before the process is killed.
+
+    Raises:
+        RequestError: If one is not a positive, finite number.
     """
 
     start_s: float = 120.0
@@ -38,6 +42,15 @@ class Deadlines:
     collective_s: float = 300.0
     heartbeat_s: float = 15.0
     close_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise RequestError(
+                    f"{name}={value} was asked",
+                    limit="A deadline is a finite number of seconds above 0",
+                    way_out="Give the longest time that is not yet a fault",
+                )
 
 
 @dataclass(frozen=True)

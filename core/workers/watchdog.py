@@ -176,9 +176,10 @@ class Watchdog:
         until = time.monotonic() + _SETTLE_S
         while len(set(self._failed)) < len(self._reports) and time.monotonic() < until:
             self._take_replies(max(0.0, until - time.monotonic()))
-        for rank in self._group.dump_stacks():
+        running = self._group.dump_stacks(without=self._failed)
+        for rank in running:
             self._reports[rank].stacks_dumped = True
-        if any(report.stacks_dumped for report in self._reports.values()):
+        if running:
             time.sleep(_DUMP_S)
         self._group.kill()
         self._calls.fail(compose(self._cause, self._failed_reports(), self._calls.running()))

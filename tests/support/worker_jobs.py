@@ -10,6 +10,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from comfyui_ferry.core.workers import borrows_arguments
 
 
 def register(context, fail_on=None, way="raise"):
@@ -53,7 +54,7 @@ class _Jobs:
         }
 
     def job_sum(self, value):
-        value = value + self.context.rank
+        value = value.to(self.context.device) + self.context.rank
         dist.all_reduce(value)
         return value
 
@@ -116,11 +117,9 @@ class _Jobs:
         return {name: 1024 * int(fields[name].split()[0]) for name in ("Rss", "Pss", "Anonymous")}
 
 
+@borrows_arguments
 def borrow(value):
     return value.sum(), value.data_ptr()
-
-
-borrow._ferry_borrows_arguments = True
 
 
 def planted_stall():

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -116,4 +115,3 @@ def test_the_packs_folders_are_not_on_the_workers_path(pool):
     for result in pool.call("describe").values():
         assert not [path for path in result["path"] if path in ("", ".") or str(PACK_ROOT) == path]
         assert not [path for path in result["path"] if path.startswith(str(PACK_ROOT / "core"))]
-    assert tempfile.gettempdir()

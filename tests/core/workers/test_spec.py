@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.workers import Deadlines
 from comfyui_ferry.core.workers.spec import visible_device
 from ferry_support.worker_specs import cpu_spec
 
@@ -29,6 +30,12 @@ GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(RequestError, match=message):
         cpu_spec(2, **changes)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_a_deadline_is_finite_and_positive(value):
+    with pytest.raises(RequestError, match=f"call_s={value} was asked"):
+        Deadlines(call_s=value)
 
 
 def test_an_unknown_executable_is_refused(monkeypatch):
