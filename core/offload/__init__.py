@@ -1,0 +1,16 @@
+"""Layer offload: train a model whose weights stay on the host, one unit at a time on the target.
+
+``OffloadTrainingManager`` attaches to any ``torch.nn.Module`` and comes off again; the model's code
+is not touched. Plain PyTorch; it knows neither ComfyUI nor LoRA.
+
+Files, from the outside in: ``manager`` attaches and removes; ``engine`` and ``hooks`` say what
+happens when; ``residency`` is the cache, ``slots`` and ``transfer`` the target memory and the
+copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena`` the masters; ``tensors``,
+``module_dicts`` and ``replacements`` how the model sees them; ``saved_tensors`` and ``gradients``
+what autograd sees.
+"""
+
+from .manager import OffloadTrainingManager
+from .stats import OffloadStats
+
+__all__ = ["OffloadStats", "OffloadTrainingManager"]

@@ -1,0 +1,126 @@
+"""A bucket: tensors whose masters lie side by side in the arena and that move in one copy.
+
+What this module does not do: it has no slot of its own; ``residency`` gives and takes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .segments import align
+from .tensors import ManagedTensor
+
+if TYPE_CHECKING:
+    from .pinned_arena import HostRegion
+    from .slots import Slot
+    from .transfer import Transfer
+
+
+# No bucket ever has this stamp.
+STALE = -1
+
+
+class Segment:
+    """Bytes that one or several overlapping tensors share.
+
+    Attributes:
+        nbytes: Length.
+        offset_bytes: Start inside the bucket.
+        host: The master, uint8 ``[nbytes]``, with a storage of its own.
+        tensors: Who uses these bytes.
+        bucket: The bucket that it is part of.
+    """
+
+    def __init__(self, nbytes: int, tensors: list[ManagedTensor]) -> None:
+        self.nbytes = nbytes
+        self.offset_bytes = 0
+        self.tensors = tensors
+        self.host = torch.empty(0, dtype=torch.uint8)
+        self.bucket: Bucket | None = None
+        self._elsewhere: torch.Tensor | None = None
+
+    def version(self) -> int:
+        """Return a number that grows with every change of content that autograd knows of."""
+        return sum(tensor.version() for tensor in self.tensors)
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """Return these bytes on another device; the same copy for every tensor of the segment."""
+        if self._elsewhere is None or self._elsewhere.device != device:
+            with torch.inference_mode(False):
+                self._elsewhere = self.host.to(device)
+        return self._elsewhere
+
+
+class Bucket:
+    """Segments that move together.
+
+    Attributes:
+        name: For messages: the unit or tensor that it holds.
+        segments: In the order of their bytes.
+        host: All masters, uint8 ``[nbytes]``.
+        slot: Where its bytes are on the target, or None.
+        pins: How many running forwards need it there.
+        is_bound: Whether its tensors point at the slot.
+    """
+
+    def __init__(self, name: str, segments: list[Segment]) -> None:
+        self.name = name
+        self.segments = segments
+        self.nbytes = 0
+        for segment in segments:
+            segment.offset_bytes = self.nbytes
+            segment.bucket = self
+            self.nbytes += align(segment.nbytes)
+        self.tensors = list({id(t): t for segment in segments for t in segment.tensors}.values())
+        self.host = torch.empty(0, dtype=torch.uint8)
+        self.slot: Slot | None = None
+        self.pins = 0
+        self.is_bound = False
+
+    def place(self, region: HostRegion) -> None:
+        """Give the masters their memory."""
+        self.host = region.tensor(0, self.nbytes)
+        for segment in self.segments:
+            segment.host = region.tensor(segment.offset_bytes, segment.nbytes)
+
+    def stamp(self) -> int:
+        """Return a number that grows with every change of content that autograd knows of."""
+        return sum(tensor.version() for tensor in self.tensors)
+
+    def bind(self) -> None:
+        """Point every tensor at the slot."""
+        assert self.slot is not None
+        for tensor in self.tensors:
+            tensor.bind(self.slot.storage)
+        self.is_bound = True
+
+    def unbind(self, transfer: Transfer) -> None:
+        """Point every tensor at its master, which first receives what was changed meanwhile."""
+        assert self.slot is not None
+        self.is_bound = False
+        changed: dict[int, Segment] = {}
+        slot_is_stale = False
+        for tensor in self.tensors:
+            for segment, replaced in tensor.unbind():
+                if replaced is None:
+                    changed[id(segment)] = segment
+                else:
+                    tensor.host_views[0].copy_(replaced)
+                    tensor.generation += 1
+                    slot_is_stale = True
+        for segment in changed.values():
+            transfer.write_back(self._in_slot(segment), segment.host)
+        self.slot.stamp = STALE if slot_is_stale else self.stamp()
+
+    def segment_at(self, offset_bytes: int) -> Segment:
+        """Return the segment that holds this byte of the bucket."""
+        for segment in reversed(self.segments):
+            if segment.offset_bytes <= offset_bytes:
+                return segment
+        raise AssertionError("a bucket's first segment starts at byte 0")
+
+    def _in_slot(self, segment: Segment) -> torch.Tensor:
+        assert self.slot is not None
+        return self.slot.flat[segment.offset_bytes : segment.offset_bytes + segment.nbytes]

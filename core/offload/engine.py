@@ -1,0 +1,250 @@
+"""The engine at run time: what forwards, reads, saved tensors and backwards do to residency.
+
+Forwards nest, so each thread has a stack of scopes; a running backward has one scope of its own,
+for what is read outside any forward (a recompute that reads a parameter directly). A scope pins
+what it uses until it ends.
+
+Outside all of these the model's tensors are their host masters, and reading one moves nothing: so
+optimizers, ``state_dict`` and initialisers work as on any model on the CPU.
+
+What this module does not do: it neither attaches nor removes; ``manager`` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd.variable import Variable
+
+from ..errors import OffloadError
+from .buckets import Bucket
+from .config import OffloadConfig
+from .gradients import HostGradients
+from .hooks import Scope, TaskEnd, Unit, tensors_in
+from .module_dicts import ManagedDict
+from .replacements import Replacements
+from .residency import Residency
+from .saved_tensors import SavedTensorHooks
+from .store import Store
+from .transfer import make_transfer
+
+if TYPE_CHECKING:
+    from .manager import OffloadTrainingManager
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NO_TASK = -1
+
+
+def _exclusive(method: Callable[P, R]) -> Callable[P, R]:
+    """Run a method of the engine under its lock, without recording anything for autograd."""
+
+    @functools.wraps(method)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        engine = args[0]
+        assert isinstance(engine, Engine)
+        with engine.lock, torch.no_grad():
+            return method(*args, **kwargs)
+
+    return locked
+
+
+class Engine:
+    """Run-time state of one managed model; it lives as long as the model or a graph needs it."""
+
+    def __init__(self, config: OffloadConfig, *, manager: OffloadTrainingManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.lock = threading.RLock()
+        self.transfer = make_transfer(config.target_device)
+        self.residency = Residency(self.transfer, cache_limit_bytes=0)
+        self.gradients = HostGradients(self.transfer, on_backward=self._note_task)
+        self.store = Store(config, self.transfer, self.gradients)
+        self.replacements = Replacements(self.store, self.residency)
+        self.saved_tensors = SavedTensorHooks(self)
+        self.num_open_scopes = 0
+        self._local = threading.local()
+        self._tasks: dict[int, Scope] = {}
+
+    # Forwards
+
+    def enter(self, unit: Unit) -> Scope:
+        """Open a forward's scope and bring its unit in.
+
+        Raises:
+            OffloadError: If a tensor of the unit is in a state that cannot be kept exact.
+        """
+        scopes = self._scopes()
+        if not scopes:
+            self.settle()
+        scope = Scope()
+        scopes.append(scope)
+        self.num_open_scopes += 1
+        try:
+            self._note_task()
+            scope.has_pushed_hooks = self.saved_tensors.push()
+            self._use_unit(unit, scope)
+        except BaseException:
+            self.leave(scope)
+            raise
+        return scope
+
+    def leave(self, scope: Scope) -> None:
+        """Close a forward's scope; what nobody else needs leaves the target or is cached."""
+        if scope.has_pushed_hooks:
+            self.saved_tensors.pop()
+            scope.has_pushed_hooks = False
+        self._scopes().remove(scope)
+        self.num_open_scopes -= 1
+        self._close(scope)
+
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """Treat the body as a forward: what it reads is brought in until it ends."""
+        scope = self.enter(Unit("forward_scope"))
+        try:
+            yield
+        finally:
+            self.leave(scope)
+
+    @_exclusive
+    def keep_returned(self, output: Any) -> None:
+        """Hand a parameter that a forward returns as it is over to the scope outside."""
+        outside = self._scopes()[:-1]
+        scope = outside[-1] if outside else self._task_scope()
+        if scope is None:
+            return
+        for tensor in tensors_in(output):
+            managed = self.store.find(tensor)
+            if managed is not None and managed.bucket.is_bound:
+                self._use(managed.bucket, scope)
+
+    # Reads
+
+    def read(self, holder: ManagedDict, name: str) -> None:
+        """Bring a tensor in because a module's entry is being read, if a forward or backward runs."""
+        scopes = self._scopes()
+        scope = scopes[-1] if scopes else self._task_scope()
+        if scope is not None:
+            self._use_entry(holder, name, scope)
+
+    @_exclusive
+    def entry_changed(self, holder: ManagedDict, name: str, before: torch.Tensor | None) -> None:
+        """Note that a module's entry, which held ``before``, was assigned or deleted."""
+        inside = bool(self._scopes()) or torch._C._current_graph_task_id() != NO_TASK
+        self.replacements.note(holder, name, before=before, is_inside_forward=inside)
+
+    @_exclusive
+    def settle(self) -> None:
+        """Take assigned tensors under management, if no forward runs.
+
+        Raises:
+            OffloadError: If one cannot be.
+            RequestError: If one is of a kind that cannot be managed.
+        """
+        if self.num_open_scopes == 0:
+            self.replacements.settle()
+
+    # Backwards
+
+    @_exclusive
+    def reopen(
+        self, bucket: Bucket, make_view: Callable[[torch.UntypedStorage], torch.Tensor]
+    ) -> torch.Tensor:
+        """Bring a saved weight in again and return its view."""
+        task = self._note_task()
+        slot = self.residency.fetch(bucket)
+        view = make_view(slot.storage)
+        if bucket.pins == 0:
+            # Outside a backward (somebody inspects a graph) nothing would end it: the view holds the slot.
+            keep = self.residency.drop if task == NO_TASK else self.residency.cache
+            keep(bucket)
+        return view
+
+    @_exclusive
+    def end_task(self, task_id: int) -> None:
+        """Close a backward: nothing but the resident set stays, and gradients are complete."""
+        scope = self._tasks.pop(task_id, None)
+        if scope is not None:
+            self._close(scope)
+        self.residency.drop_cached()
+        self.gradients.finish()
+
+    def end_all_tasks(self) -> None:
+        """Close whatever a backward may have left open."""
+        for task_id in list(self._tasks):
+            self.end_task(task_id)
+        self.end_task(NO_TASK)
+
+    # Shared
+
+    def _scopes(self) -> list[Scope]:
+        scopes = getattr(self._local, "scopes", None)
+        if scopes is None:
+            scopes = self._local.scopes = []
+        return scopes
+
+    def _task_scope(self) -> Scope | None:
+        task = self._note_task()
+        return None if task == NO_TASK else self._tasks[task]
+
+    def _note_task(self) -> int:
+        """Make sure that the end of the running backward, if one runs, will be noticed."""
+        task = torch._C._current_graph_task_id()
+        if task != NO_TASK and task not in self._tasks:
+            Variable._execution_engine.queue_callback(TaskEnd(self, task))  # pyright: ignore
+            self._tasks[task] = Scope()
+        return task
+
+    @_exclusive
+    def _close(self, scope: Scope) -> None:
+        is_recompute = torch._C._current_graph_task_id() != NO_TASK
+        while scope.buckets:
+            _, bucket = scope.buckets.popitem()
+            bucket.pins -= 1
+            if bucket.pins == 0:
+                bucket.unbind(self.transfer)
+                (self.residency.cache if is_recompute else self.residency.drop)(bucket)
+
+    @_exclusive
+    def _use_unit(self, unit: Unit, scope: Scope) -> None:
+        for bucket in list(unit.buckets):
+            if not bucket.is_bound:
+                self.replacements.repair(bucket)
+        for bucket in list(unit.buckets):
+            self._use(bucket, scope)
+
+    @_exclusive
+    def _use_entry(self, holder: ManagedDict, name: str, scope: Scope) -> None:
+        managed = holder.managed[name]
+        if id(managed.bucket) in scope.buckets:
+            return
+        if not managed.bucket.is_bound:
+            self.replacements.repair(managed.bucket)
+        self._use(holder.managed[name].bucket, scope)
+
+    def _use(self, bucket: Bucket, scope: Scope) -> None:
+        if id(bucket) in scope.buckets:
+            return
+        self.residency.fetch(bucket)
+        if not bucket.is_bound:
+            _check_trainable(bucket)
+            bucket.bind()
+        self.residency.pin(bucket)
+        scope.buckets[id(bucket)] = bucket
+
+
+def _check_trainable(bucket: Bucket) -> None:
+    for tensor in bucket.tensors:
+        if tensor.tensor.requires_grad and not tensor.is_trainable:
+            raise OffloadError(
+                f"{tensor.path} requires a gradient now but was frozen when it came under offload "
+                "management, so its gradient would be on the wrong device. Attach a new OffloadTrainingManager after "
+                "changing requires_grad."
+            )

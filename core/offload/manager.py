@@ -1,0 +1,279 @@
+"""Attach offload training to a model, and take it off again.
+
+What this module does not do: what happens during forwards and backwards is in ``engine`` and ``hooks``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..log import get_logger
+from ..module_hooks import install_hook, remove_hook
+from .checks import check_model, check_tensors
+from .config import OffloadConfig
+from .engine import Engine
+from .hooks import HOOK_NAME, Unit, UnitHook
+from .module_dicts import ManagedDict
+from .saved_tensors import check_torch
+from .stats import OffloadStats
+from .tensors import Entry, ManagedTensor, make_managed
+from .units import UnitPlan, has_forward, owned_tensors, plan_units
+
+_log = get_logger("offload")
+
+# Weights kept between recompute and backward: room for two of the largest units, or this share.
+_CACHE_SHARE = 32
+
+
+class OffloadTrainingManager:
+    """Keep a model's weights on the host and bring each unit to the target only while it is used.
+
+    The model then computes on ``target_device`` as if it were there, in forward and backward, with
+    gradient checkpointing or without, and gives the same numbers. Outside of forwards its tensors
+    are on the host: optimizers made before or after, ``state_dict``, ``load_state_dict``, saving
+    and initialising work as usual. A method other than ``forward``, called from outside any
+    forward, may read weights directly within ``forward_scope()``.
+
+    Attaching a second manager to the same model removes the first one. Limits: a write through
+    ``.data`` inside a forward is not carried back; ``torch.autograd.grad`` with respect to a
+    parameter that is offloaded itself (``enable_optimizer_cpu_offload``) is not supported on CUDA;
+    a parameter that requires a gradient only later needs a new manager.
+
+    Args:
+        model: Any module; its tensors may be on the CPU or on CUDA.
+        target_device: Where it computes: a CUDA device, or ``cpu``, where everything works alike
+            and residency is counted, for tests without a GPU.
+        enable_optimizer_cpu_offload: Offload trainable parameters too; their gradients arrive on
+            the host, where the optimizer steps. Otherwise they stay on the target.
+        cpu_offload_split_threshold: In MB (2**20 bytes): a module up to this size moves as a whole.
+            None: every leaf module moves by itself.
+        recompute_cache_mb: In MB: limit for weights kept from a recompute for the backward that
+            follows it. None: two of the largest units, or 1/32 of the model if that is more.
+
+    Raises:
+        RequestError: If a value is out of range or a tensor cannot be managed; nothing changed then.
+        OffloadError: If pinning fails, a manager of another model overlaps, or a forward is running.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target_device: torch.device | str,
+        enable_optimizer_cpu_offload: bool = False,
+        cpu_offload_split_threshold: float | None = None,
+        *,
+        recompute_cache_mb: float | None = None,
+    ) -> None:
+        self._engine: Engine | None = None
+        self._successor: OffloadTrainingManager | None = None
+        self._holders: list[ManagedDict] = []
+        self._hooked: list[weakref.ref[nn.Module]] = []
+        self._model_ref: weakref.ref[nn.Module] | None = None
+        self._num_units = 0
+        config = OffloadConfig.from_request(
+            target_device,
+            enable_optimizer_cpu_offload,
+            split_threshold_mb=cpu_offload_split_threshold,
+            recompute_cache_mb=recompute_cache_mb,
+        )
+        check_torch()
+        check_model(model)
+        _check_request(model, config)
+        _take_over(model, self)
+        self._attach(model, config)
+
+    def after_backward(self) -> None:
+        """Finish a backward: gradients are complete on their device, only the resident set is on the target.
+
+        Call it before the optimizer's step. After this manager was replaced by another one on the
+        same model, the call goes to that one.
+        """
+        if self._successor is not None:
+            self._successor.after_backward()
+        elif self._engine is not None:
+            self._engine.settle()
+            self._engine.end_all_tasks()
+
+    def forward_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which reading a weight brings it to the target, as inside a forward.
+
+        Raises:
+            OffloadError: If the manager was removed.
+        """
+        return self._running_engine().forward_scope()
+
+    def remove(self) -> None:
+        """Give the model back bit for bit as it was, gradients kept; may be called again.
+
+        Raises:
+            OffloadError: If a forward of the model is running.
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        if engine.num_open_scopes:
+            raise OffloadError(
+                f"remove() was called while {engine.num_open_scopes} forward(s) of the model run. "
+                "Call it after they have ended."
+            )
+        self._engine = None
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            engine.end_all_tasks()
+            engine.gradients.remove()
+            engine.store.restore()
+        for holder in self._holders:
+            _set_dict(holder.module, holder.hand_back(), is_parameters=holder.is_parameters)
+        for reference in self._hooked:
+            module = reference()
+            if module is not None:
+                remove_hook(module, HOOK_NAME)
+        self._holders.clear()
+        self._hooked.clear()
+        engine.transfer.synchronize()
+        engine.store.unpin()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Managed bytes on the target now."""
+        return 0 if self._engine is None else self._engine.residency.resident_bytes
+
+    @property
+    def resident_set_bytes(self) -> int:
+        """Managed bytes that are meant to stay on the target."""
+        return 0 if self._engine is None else self._engine.residency.resident_set_bytes
+
+    def stats(self) -> OffloadStats:
+        """Return a snapshot of what is where and what was moved.
+
+        Raises:
+            OffloadError: If the manager was removed.
+        """
+        engine = self._running_engine()
+        engine.settle()
+        residency, store, transfer = engine.residency, engine.store, engine.transfer
+        return OffloadStats(
+            resident_bytes=residency.resident_bytes,
+            resident_set_bytes=residency.resident_set_bytes,
+            peak_resident_bytes=residency.peak_resident_bytes,
+            streamed_bytes=store.streamed_bytes,
+            slot_bytes=residency.pool.allocated_bytes,
+            pinned_bytes=store.pinned_bytes,
+            host_bytes=store.host_bytes,
+            moved_to_target_bytes=transfer.moved_to_target_bytes,
+            moved_to_host_bytes=transfer.moved_to_host_bytes,
+            num_units=self._num_units,
+            num_buckets=len(store.buckets),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise OffloadError("This OffloadTrainingManager was removed. Attach a new one.")
+        return self._engine
+
+    def _attach(self, model: nn.Module, config: OffloadConfig) -> None:
+        engine = Engine(config, manager=self)
+        self._engine = engine
+        self._model_ref = weakref.ref(model)
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._manage(model, engine)
+        except BaseException:
+            self.remove()
+            raise
+        largest = max((bucket.nbytes for bucket in engine.store.buckets), default=0)
+        limit = config.recompute_cache_bytes
+        if limit is None:
+            limit = max(2 * largest, engine.store.streamed_bytes // _CACHE_SHARE)
+        engine.residency.cache_limit_bytes = limit
+        engine.residency.resident_set_bytes = engine.store.residents.nbytes
+        engine.residency.note_peak()
+
+    def _manage(self, model: nn.Module, engine: Engine) -> None:
+        plans = plan_units(model, engine.config.split_threshold_bytes)
+        self._num_units = len(plans)
+        engine.store.units.update(_make_units(model, plans))
+        self._holders = _make_dicts(model, engine)
+        engine.store.add(_collect(self._holders))
+        for holder in self._holders:
+            _set_dict(holder.module, holder, is_parameters=holder.is_parameters)
+        for module in model.modules():
+            if has_forward(module) and any(True for child in module.modules() for _ in owned_tensors(child)):
+                install_hook(module, HOOK_NAME, UnitHook(engine, engine.store.units[id(module)]))
+                self._hooked.append(weakref.ref(module))
+
+
+def _check_request(model: nn.Module, config: OffloadConfig) -> None:
+    """Check every tensor before anything changes, an earlier manager included."""
+    entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
+    for path, module in model.named_modules():
+        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for name, tensor in dict.items(tensors):
+                if tensor is not None:
+                    full_name = f"{path}.{name}" if path else name
+                    entry = Entry(module, tensors, name, full_name, is_parameter)
+                    entries.setdefault(id(tensor), (tensor, []))[1].append(entry)
+    check_tensors((ManagedTensor(tensor, places) for tensor, places in entries.values()), config)
+
+
+def _take_over(model: nn.Module, new: OffloadTrainingManager) -> None:
+    holders = (module.__dict__.get("_parameters") for module in model.modules())
+    engines = {id(holder.engine): holder.engine for holder in holders if isinstance(holder, ManagedDict)}
+    olds = [engine.manager for engine in engines.values()]
+    for old in olds:
+        root = None if old._model_ref is None else old._model_ref()
+        if root is not model:
+            raise OffloadError(
+                f"Offloading was asked for {type(model).__name__}, part of which is already managed by the "
+                f"OffloadTrainingManager of {type(root).__name__}. Remove that one first."
+            )
+    for old in olds:
+        old.remove()
+        old._successor = new
+        _log.info("a second OffloadTrainingManager on %s replaces the first", type(model).__name__)
+
+
+def _make_units(model: nn.Module, plans: list[UnitPlan]) -> dict[int, Unit]:
+    units = {id(module): Unit(path) for path, module in model.named_modules()}
+    for plan in plans:
+        unit = units[id(plan.module)]
+        for _, owner in plan.owners:
+            units[id(owner)] = unit
+    return units
+
+
+def _make_dicts(model: nn.Module, engine: Engine) -> list[ManagedDict]:
+    holders = []
+    for path, module in model.named_modules():
+        for tensors, is_parameters in ((module._parameters, True), (module._buffers, False)):
+            holders.append(ManagedDict(tensors, engine, module, path=path, is_parameters=is_parameters))
+    return holders
+
+
+def _collect(holders: list[ManagedDict]) -> list[ManagedTensor]:
+    entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
+    for holder in holders:
+        for name, tensor in dict.items(holder):
+            if tensor is not None:
+                entry = Entry(holder.module, holder, name, holder.full_name(name), holder.is_parameters)
+                entries.setdefault(id(tensor), (tensor, []))[1].append(entry)
+    return [make_managed(tensor, places) for tensor, places in entries.values()]
+
+
+def _set_dict(module: nn.Module, tensors: dict, *, is_parameters: bool) -> None:
+    # Not setattr: nn.Module would look at the value.
+    module.__dict__["_parameters" if is_parameters else "_buffers"] = tensors

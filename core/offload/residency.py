@@ -1,0 +1,136 @@
+"""Which buckets are on the target: a software cache over slots.
+
+A bucket that a forward uses is pinned. One that a recompute or a backward brought in stays cached,
+least recently used out first, up to a limit; so recompute and backward share one copy. A slot that
+somebody still views is never reused: it is *held* until its last view is gone, and counted.
+
+What this module does not do: it binds no tensor and knows neither forwards nor graphs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from .buckets import STALE, Bucket
+from .slots import Slot, SlotPool
+from .transfer import Transfer
+
+
+class Residency:
+    """Bring buckets in, keep them within the limit, drop them.
+
+    Args:
+        transfer: Does the copies.
+        cache_limit_bytes: Limit for cached buckets and for free slots kept for reuse.
+    """
+
+    def __init__(self, transfer: Transfer, cache_limit_bytes: int) -> None:
+        self.transfer = transfer
+        self.pool = SlotPool(transfer)
+        self.cache_limit_bytes = cache_limit_bytes
+        self.resident_set_bytes = 0
+        self.peak_resident_bytes = 0
+        self._streamed_in_bytes = 0
+        self._cached: OrderedDict[int, Bucket] = OrderedDict()
+        self._held: list[Slot] = []
+        self._by_address: dict[int, Slot] = {}
+
+    @property
+    def resident_bytes(self) -> int:
+        """Managed bytes on the target now: the resident set, and every slot in use or still viewed."""
+        self._sweep()
+        return self.resident_set_bytes + self._streamed_in_bytes
+
+    def note_peak(self) -> None:
+        """Record the present residency if it is the highest so far."""
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+
+    def slot_at(self, address: int) -> Slot | None:
+        """Return the slot whose memory starts at ``address`` and whose content is known."""
+        slot = self._by_address.get(address)
+        return slot if slot is not None and slot.stamp != STALE else None
+
+    def fetch(self, bucket: Bucket) -> Slot:
+        """Make the bucket's current content readable in a slot, on the current stream."""
+        slot = bucket.slot
+        if slot is not None and not bucket.is_bound and slot.stamp != bucket.stamp():
+            self.drop(bucket)
+            slot = None
+        if slot is None:
+            slot = self._revive(bucket) or self._load(bucket)
+            bucket.slot = slot
+        self.transfer.wait(slot.lease)
+        if id(bucket) in self._cached:
+            self._cached.move_to_end(id(bucket))
+        return slot
+
+    def pin(self, bucket: Bucket) -> None:
+        """Keep the bucket where it is until it is unpinned as often."""
+        bucket.pins += 1
+        self._cached.pop(id(bucket), None)
+
+    def cache(self, bucket: Bucket) -> None:
+        """Keep an unpinned bucket until others need the room."""
+        if bucket.slot is not None and bucket.pins == 0:
+            self._cached[id(bucket)] = bucket
+            self._cached.move_to_end(id(bucket))
+            self._make_room(0)
+
+    def drop(self, bucket: Bucket) -> None:
+        """Let go of the bucket's slot."""
+        slot = bucket.slot
+        bucket.slot = None
+        self._cached.pop(id(bucket), None)
+        if slot is None:
+            return
+        if slot.is_viewed():
+            self._held.append(slot)
+        else:
+            self._free(slot)
+
+    def drop_cached(self) -> None:
+        """Let go of everything that is not pinned."""
+        for bucket in list(self._cached.values()):
+            self.drop(bucket)
+        self._sweep()
+        self.pool.trim(self.cache_limit_bytes)
+
+    def _load(self, bucket: Bucket) -> Slot:
+        self._sweep()
+        self._make_room(bucket.nbytes)
+        slot = self.pool.acquire(bucket.nbytes)
+        slot.bucket = bucket
+        slot.stamp = bucket.stamp()
+        self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
+        self._by_address[slot.address] = slot
+        self._streamed_in_bytes += bucket.nbytes
+        self.note_peak()
+        return slot
+
+    def _revive(self, bucket: Bucket) -> Slot | None:
+        for slot in self._held:
+            if slot.bucket is bucket and slot.stamp == bucket.stamp():
+                self._held.remove(slot)
+                return slot
+        return None
+
+    def _make_room(self, nbytes: int) -> None:
+        cached_bytes = sum(bucket.nbytes for bucket in self._cached.values())
+        for bucket in list(self._cached.values()):
+            if cached_bytes + nbytes <= self.cache_limit_bytes:
+                return
+            assert bucket.slot is not None
+            if not bucket.slot.is_viewed():
+                cached_bytes -= bucket.nbytes
+                self.drop(bucket)
+
+    def _sweep(self) -> None:
+        for slot in [slot for slot in self._held if not slot.is_viewed()]:
+            self._held.remove(slot)
+            self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        assert slot.bucket is not None
+        self._streamed_in_bytes -= slot.bucket.nbytes
+        del self._by_address[slot.address]
+        self.pool.release(slot)

@@ -1,0 +1,94 @@
+"""Flat pieces of target memory that buckets take turns in.
+
+A slot knows from its storage's use count whether anybody outside the engine still holds a view of
+it (an operator in mid-backward, an output that is a view of a weight). Such a slot is never reused.
+
+What this module does not do: it copies nothing; ``residency`` decides who gets a slot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from .buckets import Bucket
+
+# A free slot is reused for anything down to half its size; below this, whatever the ratio.
+_SMALL_BYTES = 2**20
+_GRANULE_BYTES = 512
+
+
+class Slot:
+    """One piece of target memory.
+
+    Attributes:
+        flat: The memory, uint8 ``[capacity]``.
+        bucket: Whose bytes are in it, or None while it is free.
+        stamp: ``bucket.stamp()`` when they were copied.
+    """
+
+    def __init__(self, transfer: Transfer, nbytes: int) -> None:
+        self.flat = transfer.allocate(nbytes)
+        self.storage = self.flat.untyped_storage()
+        self.lease = transfer.open_lease()
+        self.bucket: Bucket | None = None
+        self.stamp = 0
+        self._idle_count = self._use_count()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the memory."""
+        return self.flat.numel()
+
+    @property
+    def address(self) -> int:
+        """Where the memory starts; the key that saved tensors are recognised by."""
+        return self.storage.data_ptr()
+
+    def is_viewed(self) -> bool:
+        """Return whether any tensor besides the engine's own uses this memory."""
+        return self._use_count() > self._idle_count
+
+    def _use_count(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata)
+
+
+class SlotPool:
+    """Slots made on demand and reused."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._free: list[Slot] = []
+        self.allocated_bytes = 0
+
+    def acquire(self, nbytes: int) -> Slot:
+        """Return a slot of at least ``nbytes``: the smallest free one that suits, or a new one."""
+        suits = [
+            slot for slot in self._free if nbytes <= slot.capacity_bytes <= max(2 * nbytes, _SMALL_BYTES)
+        ]
+        if suits:
+            slot = min(suits, key=lambda candidate: candidate.capacity_bytes)
+            self._free.remove(slot)
+            return slot
+        slot = Slot(self._transfer, -(-max(nbytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES)
+        self.allocated_bytes += slot.capacity_bytes
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Take a slot back that nobody views."""
+        self._transfer.retire(slot.lease)
+        slot.bucket = None
+        self._free.append(slot)
+
+    def trim(self, limit_bytes: int) -> None:
+        """Give free slots back to the allocator, oldest first, until at most ``limit_bytes`` are free."""
+        free_bytes = sum(slot.capacity_bytes for slot in self._free)
+        while self._free and free_bytes > limit_bytes:
+            slot = self._free.pop(0)
+            free_bytes -= slot.capacity_bytes
+            self.allocated_bytes -= slot.capacity_bytes
+            self._transfer.discard(slot.flat, slot.lease)

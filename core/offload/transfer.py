@@ -1,0 +1,159 @@
+"""Copies between host and target, and the order of streams around them.
+
+On CUDA the host-to-device copies have a stream of their own. Two rules make a slot safe to reuse:
+the copy stream waits until every stream that read the slot's last content is done with it, and a
+stream that reads the new content waits for the copy. No streamed byte lives in memory that the
+caching allocator could hand to somebody else meanwhile.
+
+``start`` and ``wait`` are separate so that a copy can be started ahead of its use.
+
+What this module does not do: it decides neither what moves nor when.
+"""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+
+class Lease:
+    """The stream bookkeeping of one slot; on the CPU there is nothing to keep."""
+
+
+class Transfer:
+    """Synchronous copies, for the target ``cpu``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.moved_to_target_bytes = 0
+        self.moved_to_host_bytes = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return new target memory, uint8 ``[nbytes]``."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def open_lease(self) -> Lease:
+        """Return the bookkeeping for memory that ``allocate`` just gave."""
+        return Lease()
+
+    def start(self, source: torch.Tensor, destination: torch.Tensor, lease: Lease) -> None:
+        """Begin copying host bytes to a slot, once nobody reads what is in it."""
+        self.moved_to_target_bytes += source.numel()
+        destination.copy_(source)
+
+    def wait(self, lease: Lease) -> None:
+        """Make the current stream wait until the slot's copy is done."""
+
+    def retire(self, lease: Lease) -> None:
+        """Note that everything launched so far was the last use of the slot's content."""
+
+    def discard(self, memory: torch.Tensor, lease: Lease) -> None:
+        """Prepare slot memory for going back to the allocator."""
+
+    def write_back(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy changed target bytes to the host; they are there when this returns."""
+        self.moved_to_host_bytes += source.numel()
+        destination.copy_(source)
+
+    def move_resident(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy bytes of the resident set to the target, from any device."""
+        self.moved_to_target_bytes += source.numel()
+        destination.copy_(source)
+
+    def send_gradient(self, gradient: torch.Tensor, host: torch.Tensor) -> None:
+        """Begin copying a gradient to the host; ``finish_gradients`` makes it readable."""
+        self.moved_to_host_bytes += gradient.numel() * gradient.dtype.itemsize
+        host.copy_(gradient)
+
+    def finish_gradients(self) -> None:
+        """Wait until every gradient that was sent is on the host."""
+
+    def synchronize(self) -> None:
+        """Wait for every copy, before host memory is unpinned."""
+
+
+class _CudaLease(Lease):
+    def __init__(self) -> None:
+        self.copied = torch.cuda.Event()
+        self.readers: dict[int, torch.cuda.Stream] = {}
+        self.free_events: list[torch.Event] = []
+
+
+class CudaTransfer(Transfer):
+    """Asynchronous copies on two streams, one for each direction of the link."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.copy_stream = torch.cuda.Stream(device)
+        self.gradient_stream = torch.cuda.Stream(device)
+
+    @override
+    def open_lease(self) -> Lease:
+        lease = _CudaLease()
+        # The allocator may have taken this memory back from kernels that still run on this stream.
+        lease.free_events.append(self._record_current())
+        return lease
+
+    @override
+    def start(self, source: torch.Tensor, destination: torch.Tensor, lease: Lease) -> None:
+        assert isinstance(lease, _CudaLease)
+        self.moved_to_target_bytes += source.numel()
+        for event in lease.free_events:
+            self.copy_stream.wait_event(event)
+        lease.free_events.clear()
+        lease.readers.clear()
+        with torch.cuda.stream(self.copy_stream):
+            destination.copy_(source, non_blocking=True)
+        lease.copied.record(self.copy_stream)
+
+    @override
+    def wait(self, lease: Lease) -> None:
+        assert isinstance(lease, _CudaLease)
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream not in lease.readers:
+            lease.readers[stream.cuda_stream] = stream
+            stream.wait_event(lease.copied)
+
+    @override
+    def retire(self, lease: Lease) -> None:
+        assert isinstance(lease, _CudaLease)
+        current = torch.cuda.current_stream(self.device)
+        readers = {**lease.readers, current.cuda_stream: current}
+        lease.free_events = [stream.record_event() for stream in readers.values()]
+
+    @override
+    def discard(self, memory: torch.Tensor, lease: Lease) -> None:
+        assert isinstance(lease, _CudaLease)
+        for stream in (self.copy_stream, *lease.readers.values()):
+            memory.record_stream(stream)
+
+    @override
+    def write_back(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        self.moved_to_host_bytes += source.numel()
+        destination.copy_(source)  # blocking: the host reads masters without asking
+
+    @override
+    def send_gradient(self, gradient: torch.Tensor, host: torch.Tensor) -> None:
+        self.moved_to_host_bytes += gradient.numel() * gradient.dtype.itemsize
+        self.gradient_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.gradient_stream):
+            host.copy_(gradient, non_blocking=True)
+        gradient.record_stream(self.gradient_stream)
+
+    @override
+    def finish_gradients(self) -> None:
+        self.gradient_stream.synchronize()
+
+    @override
+    def synchronize(self) -> None:
+        self.copy_stream.synchronize()
+        self.gradient_stream.synchronize()
+
+    def _record_current(self) -> torch.Event:
+        return torch.cuda.current_stream(self.device).record_event()
+
+
+def make_transfer(device: torch.device) -> Transfer:
+    """Return the transfer for the target device."""
+    return CudaTransfer(device) if device.type == "cuda" else Transfer(device)
