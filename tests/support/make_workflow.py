@@ -1,0 +1,138 @@
+"""Write ``workflows/train_and_sample.json``: run as ``python -m support.make_workflow`` in the folder ``tests``.
+
+A script, so that the order of the nodes' widgets is always that of the nodes; the positions and the
+notes are for the person who opens the file.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .comfy_server import PACK, ComfyServer
+from .graph_builder import GraphBuilder, Output
+
+WORKFLOW = PACK / "workflows" / "train_and_sample.json"
+_SEED = 7
+_TRAINING = """## 1. Train a LoRA
+
+The base model draws white digits on black. The pictures on the left show the digit 3 in blue on yellow; 60 steps
+teach the LoRA that style. The weights of the base model stay in host memory and come to the GPU layer by layer.
+
+The LoRA is saved under `output/loras`, and *Plot Loss Graph* shows how the loss falls.
+
+Use your own: choose a model and a VAE in the loaders, a folder of pictures under `input`, and encoded captions
+(*Save Conditioning* behind any text encoder writes them), then raise `steps` and lower `learning_rate`."""
+_SAMPLING = """## 2. Sample with it, in parallel
+
+*Parallel Sampler* is KSampler on several GPUs: here 2 workers share one picture (`ulysses_degree` 2). On a machine
+without GPUs the workers are CPU processes. It accepts any MODEL with its LoRAs applied.
+
+Below, the stock KSampler draws the same seed without the LoRA, to see the difference."""
+
+
+def build_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
+    """Return the graph: load a model, train a LoRA on pictures, apply it, sample in parallel, save.
+
+    Args:
+        object_info: The server's answer to ``GET /object_info``.
+    """
+    builder = GraphBuilder(object_info)
+    (model,) = builder.add(
+        "UNETLoader", (40, 100), unet_name="ferry_tiny_wan.safetensors", weight_dtype="default"
+    )
+    (vae,) = builder.add("VAELoader", (40, 240), vae_name="ferry_tiny_wan_vae.safetensors")
+    (positive,) = builder.add(
+        "FerryLoadConditioning",
+        (40, 360),
+        node_title="Load Conditioning (the digit 3)",
+        conditioning_name="ferry_digit_3.safetensors",
+    )
+    (negative,) = builder.add(
+        "FerryLoadConditioning",
+        (40, 480),
+        node_title="Load Conditioning (empty prompt)",
+        conditioning_name="ferry_empty.safetensors",
+    )
+    builder.group("Models and prompts", (20, 30, 360, 560), "#3f789e")
+    lora = _add_training(builder, model, vae, positive)
+    _add_sampling(builder, model, vae, lora, positive, negative)
+    return builder.graph()
+
+
+def _add_training(builder: GraphBuilder, model: Output, vae: Output, positive: Output) -> Output:
+    (pictures,) = builder.add("LoadImageDataSetFromFolder", (420, 100), folder="ferry_style")
+    (latents,) = builder.add("VAEEncode", (420, 220), pixels=pictures, vae=vae)
+    lora, losses, _steps = builder.add(
+        "FerryTrainLoraOffload",
+        (780, 100),
+        node_size=(360, 660),
+        model=model,
+        latents=latents,
+        positive=positive,
+        steps=60,
+        learning_rate=0.005,
+        rank=16,
+        alpha=16.0,
+        seed=_SEED,
+        save_prefix="loras/ferry_style",
+        batch_size=4,
+        lora_dtype="fp32",
+    )
+    builder.add("LossGraphNode", (1180, 100), node_size=(360, 400), loss=losses, filename_prefix="loss_graph")
+    builder.note(_TRAINING, (420, 360), (330, 400))
+    builder.group("1. Train a LoRA", (400, 30, 1160, 760), "#8a6d3b")
+    return lora
+
+
+def _add_sampling(
+    builder: GraphBuilder, model: Output, vae: Output, lora: Output, positive: Output, negative: Output
+) -> None:
+    (with_lora,) = builder.add("LoraModelLoader", (420, 900), model=model, lora=lora, strength_model=1.0)
+    (latent,) = builder.add(
+        "EmptyHunyuanLatentVideo", (420, 1040), width=64, height=64, length=1, batch_size=1
+    )
+    shared: dict[str, Any] = {
+        "seed": _SEED,
+        "steps": 16,
+        "cfg": 2.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "positive": positive,
+        "negative": negative,
+        "latent_image": latent,
+        "denoise": 1.0,
+    }
+    (parallel,) = builder.add(
+        "FerryParallelSampler",
+        (780, 900),
+        node_size=(360, 420),
+        model=with_lora,
+        gpus=2,
+        cfg_degree=1,
+        ulysses_degree=2,
+        **shared,
+    )
+    (single,) = builder.add(
+        "KSampler", (780, 1380), node_title="KSampler (without the LoRA)", node_size=(360, 320), model=model, **shared
+    )
+    for samples, row, name in ((parallel, 900, "with_lora"), (single, 1380, "without_lora")):
+        (image,) = builder.add("VAEDecode", (1180, row), node_size=(220, 60), samples=samples, vae=vae)
+        builder.add(
+            "SaveImage", (1180, row + 110), node_size=(360, 330), images=image, filename_prefix=f"ferry/{name}"
+        )
+    builder.note(_SAMPLING, (420, 1220), (330, 300))
+    builder.group("2. Sample with the LoRA, in parallel", (400, 830, 1160, 1010), "#3f7a4f")
+
+
+def main() -> None:
+    """Ask a server for its nodes and write the file."""
+    with tempfile.TemporaryDirectory() as base, ComfyServer(Path(base)) as server:
+        graph = build_workflow(server.get("/object_info"))
+    WORKFLOW.write_text(json.dumps(graph, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

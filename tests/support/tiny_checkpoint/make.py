@@ -1,0 +1,162 @@
+"""Make the tiny checkpoint's files, once: a finished set is kept until these scripts change.
+
+What is made, under ``<folder>/<hash of the scripts>``:
+``models/diffusion_models/ferry_tiny_wan.safetensors``, ``models/vae/ferry_tiny_wan_vae.safetensors``,
+``models/conditioning/ferry_digit_<0..9>.safetensors`` and ``ferry_empty.safetensors``, and the
+pictures ``input/ferry_style/*.png`` that the demo's LoRA learns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+_SEED = 20261130
+_AUTOENCODER_STEPS, _AUTOENCODER_BATCH, _AUTOENCODER_ERROR_LIMIT = 300, 16, 0.10
+_DENOISER_STEPS, _DENOISER_BATCH, _DENOISER_LOSS_LIMIT = 550, 32, 0.55
+_STYLE_DIGITS, _PICTURES_PER_DIGIT = (3,), 12
+_LIMIT_S = 600
+
+
+class CheckpointError(RuntimeError):
+    """Training ended above its limit: the pictures would show nothing."""
+
+
+def checkpoint_folder(root: Path) -> Path:
+    """Return where the files of this version of the scripts belong under ``root``."""
+    scripts = sorted(Path(__file__).resolve().parent.glob("*.py"))
+    digest = hashlib.sha256(b"\0".join(script.read_bytes() for script in scripts)).hexdigest()
+    return root / f"tiny_wan_{digest[:12]}"
+
+
+def ensure_checkpoint(root: Path, comfyui: Path) -> Path:
+    """Return the folder with ``models`` and ``input``, making it in a process of its own if it is missing.
+
+    Args:
+        root: Folder of all versions.
+        comfyui: The ComfyUI checkout whose classes are trained; the files are valid in every one.
+
+    Raises:
+        subprocess.CalledProcessError: If the training failed; it has said why on stderr.
+    """
+    folder = checkpoint_folder(root)
+    if not folder.is_dir():
+        command = [sys.executable, "-m", "support.tiny_checkpoint", "--comfyui", str(comfyui), "--root", str(root)]
+        tests = Path(__file__).resolve().parent.parent.parent
+        # Thousands of tiny operations: threads that spin between them would take the cores from each other.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        subprocess.run(command, check=True, cwd=tests, timeout=_LIMIT_S, env=environment)
+    return folder
+
+
+def link_checkpoint(folder: Path, base: Path) -> None:
+    """Put the files of ``folder`` into a ComfyUI base folder, as hard links where the disk allows."""
+    for source in sorted(path for path in folder.rglob("*") if path.is_file()):
+        target = base / source.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+
+
+def make_checkpoint(root: Path, comfyui: Path) -> Path:
+    """Train both models from scratch and write every file; the folder appears complete or not at all.
+
+    Raises:
+        CheckpointError: If a model has not learned enough.
+    """
+    _set_up_comfyui(comfyui)
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".making_") as name:
+        partial = Path(name) / "files"
+        _write_files(partial)
+        folder = checkpoint_folder(root)
+        if not folder.is_dir():
+            partial.rename(folder)
+    return folder
+
+
+def _set_up_comfyui(comfyui: Path) -> None:
+    sys.path.insert(0, str(comfyui))
+    from comfy.cli_args import args
+
+    args.cpu = True
+    args.use_pytorch_cross_attention = True
+    import comfy.model_management
+
+    # 0.33 runs kernels without a backward pass unless told so; 0.3.75 has no such switch.
+    if hasattr(comfy.model_management, "in_training"):
+        comfy.model_management.in_training = True
+
+
+def _write_files(folder: Path) -> None:
+    import comfy.latent_formats
+
+    from . import autoencoder, denoiser, pictures
+
+    start_s = time.monotonic()
+    generator = torch.Generator().manual_seed(_SEED)
+    ink, classes = pictures.load_digits()
+    latent_format = comfy.latent_formats.Wan21()
+
+    vae = autoencoder.build_autoencoder(generator)
+    with autoencoder.single_frame_convolutions():
+        error = autoencoder.train_autoencoder(
+            vae, ink, steps=_AUTOENCODER_STEPS, batch_size=_AUTOENCODER_BATCH, generator=generator
+        )
+    base = pictures.paint_base(ink)
+    autoencoder.normalise_latents(
+        vae, base[::4], mean=latent_format.latents_mean, std=latent_format.latents_std
+    )
+    _report(f"VAE: mean error {error:.3f} of the picture range, {time.monotonic() - start_s:.0f} s")
+    _require("VAE", error, _AUTOENCODER_ERROR_LIMIT)
+
+    latents = latent_format.process_in(autoencoder.encode_pictures(vae, base))
+    model = denoiser.build_denoiser(generator)
+    captions = denoiser.make_captions(int(classes.max()) + 2, generator)
+    loss = denoiser.train_denoiser(
+        model,
+        latents,
+        classes,
+        captions,
+        steps=_DENOISER_STEPS,
+        batch_size=_DENOISER_BATCH,
+        generator=generator,
+    )
+    _report(f"denoiser: loss {loss:.3f}; {time.monotonic() - start_s:.0f} s in all")
+    _require("denoiser", loss, _DENOISER_LOSS_LIMIT)
+
+    models = folder / "models"
+    _save(models / "diffusion_models" / "ferry_tiny_wan.safetensors", model.state_dict())
+    _save(models / "vae" / "ferry_tiny_wan_vae.safetensors", vae.state_dict())
+    for index, caption in enumerate(captions):
+        name = f"ferry_digit_{index}" if index + 1 < len(captions) else "ferry_empty"
+        metadata = {"format": "comfyui_ferry.conditioning", "version": "1", "values": "{}"}
+        _save(models / "conditioning" / f"{name}.safetensors", {"cond": caption[None]}, metadata)
+    for digit in _STYLE_DIGITS:
+        pictures.save_style_pictures(folder / "input" / "ferry_style", digit, _PICTURES_PER_DIGIT)
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path, metadata)
+
+
+def _require(name: str, value: float, limit: float) -> None:
+    if not value <= limit:  # also for NaN
+        raise CheckpointError(f"the tiny {name} ended at {value:.3f}, above its limit {limit}")
+
+
+def _report(text: str) -> None:
+    print(f"tiny checkpoint: {text}", flush=True)
