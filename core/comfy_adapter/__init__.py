@@ -21,9 +21,14 @@ if TYPE_CHECKING:
     )
     from .parallel_model import check_degrees, make_parallel
     from .sampling import sample_parallel, sampler_names, scheduler_names
+    from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, train_lora
     from .worker_groups import close_workers
 
 _HOMES = {
+    "COMPUTE_DTYPES": "train_lora",
+    "SAVE_DTYPES": "train_lora",
+    "TrainedLora": "train_lora",
+    "TrainingRequest": "train_lora",
     "check_degrees": "parallel_model",
     "close_workers": "worker_groups",
     "conditioning_files": "conditioning",
@@ -35,10 +40,15 @@ _HOMES = {
     "sampler_names": "sampling",
     "save_conditioning": "conditioning",
     "scheduler_names": "sampling",
+    "train_lora": "train_lora",
 }
 
 __all__ = [
+    "COMPUTE_DTYPES",
+    "SAVE_DTYPES",
     "RequestError",
+    "TrainedLora",
+    "TrainingRequest",
     "check_degrees",
     "close_workers",
     "conditioning_files",
@@ -50,6 +60,7 @@ __all__ = [
     "sampler_names",
     "save_conditioning",
     "scheduler_names",
+    "train_lora",
 ]
 
 

@@ -1,0 +1,95 @@
+"""Where a LoRA file goes, and the proof that ComfyUI's own loader applies all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import comfy.lora
+import comfy.utils
+import folder_paths
+import torch
+from torch import Tensor
+
+from ..errors import RequestError, SaveError
+from ..training import save_verified
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that leads out of ComfyUI's output folder; writes nothing.
+
+    Raises:
+        RequestError: If it does, or names no file.
+    """
+    output = Path(folder_paths.get_output_directory()).resolve()
+    target = (output / prefix).resolve()
+    if (
+        not prefix.strip()
+        or prefix.endswith(("/", "\\"))
+        or target == output
+        or not target.is_relative_to(output)
+    ):
+        raise RequestError(
+            f"save_prefix={prefix!r} was asked",
+            limit=f"Files are written inside ComfyUI's output folder ({output}) only",
+            way_out="Use a name such as loras/my_lora, or leave it empty to save nothing",
+        )
+
+
+def save_lora(model: Any, lora: Mapping[str, Tensor], *, prefix: str, metadata: Mapping[str, str]) -> Path:
+    """Write ``lora`` as ``<output>/<prefix>_00001_.safetensors`` (the next free number), verified.
+
+    Args:
+        model: The MODEL (``ModelPatcher``) it was trained on.
+        lora: Tensors under the names that ``verify_lora`` accepts.
+        prefix: Checked by ``check_prefix`` before.
+        metadata: Strings for the file's header.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        SaveError: If it could not be written or does not read back as meant; no file is left then.
+    """
+    folder, name, counter, _, _ = folder_paths.get_save_image_path(
+        prefix, folder_paths.get_output_directory()
+    )
+    path = Path(folder) / f"{name}_{counter:05}_.safetensors"
+
+    def verify(written: Path) -> None:
+        loaded = comfy.utils.load_torch_file(str(written), safe_load=True)
+        differing = sorted(lora.keys() ^ loaded.keys())
+        differing += [key for key in lora.keys() & loaded.keys() if not torch.equal(lora[key], loaded[key])]
+        if differing:
+            raise SaveError(f"{written} reads back with other values for {differing[:5]}. Save it again.")
+        verify_lora(model, loaded)
+
+    save_verified(path, lora, metadata=metadata, verify=verify)
+    return path
+
+
+def verify_lora(model: Any, lora: Mapping[str, Tensor]) -> None:
+    """Prove that ComfyUI's LoRA loader takes every key for this model, and that every layer changes.
+
+    Raises:
+        SaveError: Naming the keys that it would skip, or the adapters that are all zero.
+    """
+    key_map = comfy.lora.model_lora_keys_unet(model.model, {})
+    patches = comfy.lora.load_lora(dict(lora), key_map, log_missing=False)
+    taken = {key for patch in patches.values() for key in patch.loaded_keys}
+    # `alpha` is read by the loader itself, with the adapter of the same name.
+    taken |= {key.replace(".lora_up.weight", ".alpha") for key in taken}
+    skipped = sorted(key for key in lora if key not in taken)
+    unknown = sorted(set(map(str, patches)) - set(model.model.state_dict()))
+    if skipped or unknown or not patches:
+        raise SaveError(
+            f"ComfyUI's loader would skip {len(skipped)} of {len(lora)} keys ({skipped[:5]}) and does not "
+            f"know {unknown[:5]}. The LoRA would be silently incomplete; take these layers out of 'targets'."
+        )
+    zero = [key for key in lora if key.endswith(".lora_up.weight") and not bool(lora[key].any())]
+    if zero:
+        raise SaveError(
+            f"{len(zero)} adapters are still all zero after training ({zero[:5]}). They learned nothing; "
+            "raise the learning rate or the steps, or take these layers out of 'targets'."
+        )

@@ -1,0 +1,125 @@
+"""A ComfyUI model as the ``DiffusionProcess`` that the trainer wants.
+
+Everything about the model type (flow, epsilon, v) comes from its own ``model_sampling``, everything
+about its conditioning from its own ``extra_conds``, as in sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.model_patcher
+import comfy.model_sampling
+import comfy.sampler_helpers
+import comfy.samplers
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from .training_inputs import Caption
+
+_IMAGE_TO_IMAGE = ("IMG_TO_IMG", "IMG_TO_IMG_FLOW")
+
+
+def check_noise_model(model: Any) -> None:
+    """Refuse a model that maps pictures to pictures instead of removing noise.
+
+    Raises:
+        RequestError: Naming its sampling class.
+    """
+    sampling = model.get_model_object("model_sampling")
+    kinds = [getattr(comfy.model_sampling, name, None) for name in _IMAGE_TO_IMAGE]
+    if any(kind is not None and isinstance(sampling, kind) for kind in kinds):
+        raise RequestError(
+            f"training {type(model.model).__name__} was asked",
+            limit="It maps a picture to a picture in one step; there is no noise to learn from",
+            way_out="Use a diffusion or flow model",
+        )
+
+
+class ComfyProcess:
+    """The denoiser of a patched model.
+
+    Args:
+        patcher: A ``ModelPatcher`` whose model is ready to compute on ``device``.
+        device: The training device.
+        seed: For models whose conditioning is random (unCLIP noise augmentation).
+    """
+
+    def __init__(self, patcher: Any, device: torch.device, *, seed: int) -> None:
+        self.patcher = patcher
+        self.model = patcher.model
+        self.device = device
+        self.seed = seed
+
+    def sigmas(self, positions: Tensor) -> Tensor:
+        """Return the model's noise levels at ``positions`` ``(B,)``, with its own schedule shift."""
+        percents = [1.0 - float(position) for position in positions]
+        sigmas = [float(self.model.model_sampling.percent_to_sigma(percent)) for percent in percents]
+        return torch.tensor(sigmas, dtype=torch.float32, device=self.device)
+
+    def add_noise(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+        """Return the noisy samples as the sampler starts from them."""
+        return self.model.model_sampling.noise_scaling(sigma, noise, clean, False)
+
+    def output_scale(self, sigma: Tensor) -> Tensor:
+        """Return the derivative of the clean prediction by the network's output, ``(B,)``."""
+        ones = torch.ones((len(sigma), 1), device=sigma.device)
+        return self.model.model_sampling.calculate_denoised(sigma, ones, torch.zeros_like(ones)).view(-1)
+
+    def denoise(self, noisy: Tensor, sigma: Tensor, conditions: Sequence[Caption]) -> Tensor:
+        """Return the predicted clean samples; captions of different shapes run as separate batches."""
+        with torch.no_grad():
+            conds = [
+                self._model_conds(noisy[index : index + 1], caption)
+                for index, caption in enumerate(conditions)
+            ]
+        groups: list[list[int]] = []
+        for index, cond in enumerate(conds):
+            group = next((group for group in groups if _same_shape(conds[group[0]], cond)), None)
+            if group is None:
+                groups.append([index])
+            else:
+                group.append(index)
+        outputs: list[Tensor | None] = [None] * len(conds)
+        for group in groups:
+            output = self._apply(noisy[group], sigma[group], [conds[index] for index in group])
+            for row, index in enumerate(group):
+                outputs[index] = output[row : row + 1]
+        return torch.cat([output for output in outputs if output is not None])
+
+    def _model_conds(self, noisy: Tensor, caption: Caption) -> dict[str, Any]:
+        """Return one caption as the model's own arguments (pooled output, guidance, references)."""
+        positive = comfy.sampler_helpers.convert_cond([caption.entry])
+        latent = caption.latent.to(self.device)
+        processed = comfy.samplers.process_conds(
+            self.model, noisy, {"positive": positive}, self.device, latent, None, self.seed
+        )
+        model_conds = processed["positive"][0]["model_conds"]
+        return {name: cond.process_cond(batch_size=1, area=None) for name, cond in model_conds.items()}
+
+    def _apply(self, noisy: Tensor, sigma: Tensor, conds: list[dict[str, Any]]) -> Tensor:
+        options = comfy.model_patcher.create_model_options_clone(self.patcher.model_options)
+        transformer_options = options.get("transformer_options", {})
+        transformer_options["cond_or_uncond"] = [0] * len(conds)
+        transformer_options["uuids"] = list(range(len(conds)))
+        transformer_options["sigmas"] = sigma
+        arguments = comfy.samplers.cond_cat(conds)
+        return self.model.apply_model(noisy, sigma, transformer_options=transformer_options, **arguments)
+
+
+def _same_shape(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether two captions may share a batch, without padding or repeating any of them."""
+    if first.keys() != second.keys():
+        return False
+    return all(
+        first[name].can_concat(second[name]) and _shape(first[name].cond) == _shape(second[name].cond)
+        for name in first
+    )
+
+
+def _shape(cond: Any) -> Any:
+    if isinstance(cond, list | tuple):
+        return [_shape(item) for item in cond]
+    return tuple(cond.shape) if isinstance(cond, Tensor) else None

@@ -1,0 +1,138 @@
+"""LATENT and CONDITIONING inputs of the training node as plain samples, checked before anything runs.
+
+Both forms that ComfyUI's own training node takes are understood: one batched LATENT, or a list of
+them (a dataset, possibly of several sizes); one CONDITIONING, or a list of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from ..training import Sample, pair_samples
+
+# What a conditioning may carry that training could not honour.
+_REFUSED = {
+    "control": "a ControlNet",
+    "gligen": "GLIGEN boxes",
+    "hooks": "hooked weights (Create Hook LoRA)",
+    "area": "an area",
+    "mask": "a mask",
+    "start_percent": "a start percentage",
+    "end_percent": "an end percentage",
+    "clip_start_percent": "a CLIP schedule",
+}
+_NEUTRAL = {"start_percent": 0.0, "end_percent": 1.0}
+
+
+@dataclass(frozen=True)
+class Caption:
+    """One entry of a CONDITIONING, with the latent that it describes.
+
+    Attributes:
+        entry: ``[embedding, options]`` as ComfyUI's nodes pass it.
+        latent: ``(1, C, ...)``, scaled for the model; some models condition on it (inpainting).
+    """
+
+    entry: list
+    latent: Tensor
+
+
+def read_samples(model: Any, latents: Sequence[dict], conditioning: Sequence[list]) -> list[Sample]:
+    """Return the training samples.
+
+    Args:
+        model: The MODEL (``ModelPatcher``); decides the latents' scale and number of channels.
+        latents: LATENTs, each with ``samples`` ``(N, C, ...)``.
+        conditioning: CONDITIONINGs, each a list of ``[embedding, options]``.
+
+    Raises:
+        RequestError: If something is missing, does not match, or could not be honoured.
+    """
+    rows = [row for latent in latents for row in _latent_rows(latent)]
+    entries = [entry for entries in conditioning for entry in entries]
+    for index, entry in enumerate(entries):
+        _check_caption(index, entry)
+    pairs = pair_samples(rows, [_normal(list(entry)) for entry in entries])
+    scaled = [_scale(model, sample.latent) for sample in pairs]
+    return [
+        Sample(latent, Caption(sample.condition, latent))
+        for sample, latent in zip(pairs, scaled, strict=True)
+    ]
+
+
+def _latent_rows(latent: dict) -> list[Tensor]:
+    samples = latent["samples"]
+    if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
+        raise RequestError(
+            f"a latent of type {type(samples).__name__} was given",
+            limit="Latents with several streams (audio with video) cannot be trained",
+            way_out="Use a model with one latent stream",
+        )
+    if latent.get("noise_mask") is not None:
+        raise RequestError(
+            f"a latent of shape {tuple(samples.shape)} with a noise mask was given",
+            limit="Training looks at the whole latent and would not honour the mask",
+            way_out="Remove the mask (Set Latent Noise Mask) before training",
+        )
+    # A clone made outside inference mode is a normal tensor, whatever mode the latent came from.
+    return list(samples.detach().to("cpu", torch.float32, copy=True).split(1)) if samples.numel() else []
+
+
+def _check_caption(index: int, entry: Any) -> None:
+    embedding, options = entry[0], entry[1]
+    if isinstance(embedding, Tensor) and embedding.shape[0] != 1:
+        raise RequestError(
+            f"caption {index} holds a batch of {embedding.shape[0]} embeddings",
+            limit="Each caption must be one embedding, so that it belongs to one latent",
+            way_out="Give one conditioning per caption",
+        )
+    if isinstance(embedding, Tensor) and not bool(torch.isfinite(embedding).all()):
+        raise RequestError(
+            f"caption {index} has NaN or infinite values",
+            limit="Every value of an embedding must be a finite number",
+            way_out="Check the text encoder that made it",
+        )
+    refused = [
+        f"{what} ({key})"
+        for key, what in _REFUSED.items()
+        if options.get(key) is not None and options[key] != _NEUTRAL.get(key)
+    ]
+    if refused:
+        raise RequestError(
+            f"caption {index} carries {', '.join(refused)}",
+            limit="Training learns from whole latents at all noise levels without other models",
+            way_out="Connect the conditioning from before that node",
+        )
+
+
+def _scale(model: Any, latent: Tensor) -> Tensor:
+    """Return the latent as the sampler would give it to the model, ``(1, C, ...)``."""
+    latent_format = model.get_model_object("latent_format")
+    if latent_format.latent_dimensions == 3 and latent.ndim == 4:
+        latent = latent.unsqueeze(2)
+    dimensions, channels = latent.ndim - 2, latent.shape[1]
+    if (dimensions, channels) != (latent_format.latent_dimensions, latent_format.latent_channels):
+        raise RequestError(
+            f"a latent of shape {tuple(latent.shape)} was given for {type(model.model).__name__}",
+            limit=f"This model takes {latent_format.latent_channels} channels and "
+            f"{latent_format.latent_dimensions} more dimensions",
+            way_out="Encode the pictures with the VAE that belongs to this model",
+        )
+    return model.model.process_latent_in(latent)
+
+
+def _normal(value: Any) -> Any:
+    """Return ``value`` with its inference tensors replaced by normal copies; containers are copied."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_inference() else value.detach()
+    if isinstance(value, dict):
+        return {key: _normal(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_normal(item) for item in value)
+    return value

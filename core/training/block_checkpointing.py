@@ -1,0 +1,186 @@
+"""Keep only each block's inputs for the backward pass, and compute the block again there.
+
+Gradient checkpointing (arXiv:1604.06174), one block at a time. Written as one autograd function
+instead of ``torch.utils.checkpoint``, because
+
+- the recomputation runs as ordinary autograd, with its own check for tensors changed in place; the
+  saved-tensor hooks of the non-reentrant kind switch that check off;
+- the block works on copies of its floating inputs, so it cannot change what it is computed from
+  again, and a block that does try is found at its first call;
+- it works if no input carries a gradient, as in front of the first adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import TrainingError
+from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
+from .targets import Block
+
+_HOOK = "checkpoint"
+
+
+class BlockCheckpointing:
+    """Checkpointing of a model's blocks; to be installed before whatever must run inside it again."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self._installed: list[nn.Module] = []
+
+    def install(self) -> None:
+        """Wrap every block."""
+        for block in self.blocks:
+            install_hook(block.module, _HOOK, _CheckpointHook(block.path))
+            self._installed.append(block.module)
+
+    def remove(self) -> None:
+        """Unwrap the blocks."""
+        for module in self._installed:
+            remove_hook(module, _HOOK)
+        self._installed.clear()
+
+
+class _CheckpointHook(ModuleHook):
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.checked = False
+
+    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        call = _Call(self, forward, module, (args, kwargs))
+        outputs = _Recompute.apply(call, torch.empty(0, requires_grad=True), *call.graph_inputs)
+        return call.join_outputs(outputs)
+
+    def check_unchanged(self, copies: Sequence[Tensor]) -> None:
+        """Refuse a block that wrote to its inputs; its caller would have seen the change."""
+        if self.checked:
+            return
+        self.checked = True
+        if any(copy._version != 0 for copy in copies):
+            raise TrainingError(
+                f"the block {self.path} changes its input in place, so its gradients would be silently wrong "
+                "under gradient checkpointing. Switch gradient_checkpointing off for this model."
+            )
+
+
+class _Call:
+    """One call of a block: everything needed to make it again, except the tensors autograd keeps."""
+
+    def __init__(self, hook: _CheckpointHook, forward: Forward, module: nn.Module, arguments: tuple) -> None:
+        self.hook = hook
+        self.forward = forward
+        self.leaves, self.spec = tree_flatten(arguments)
+        # Inference tensors carry no gradient and autograd refuses to keep them; they stay in `leaves`.
+        self.positions = [
+            index
+            for index, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
+        self.graph_inputs = [self.leaves[index] for index in self.positions]
+        for index in self.positions:
+            self.leaves[index] = None
+        self.autocast = _autocast_state(self.graph_inputs)
+        self.random = _RandomState.take(self.graph_inputs) if module.training else None
+        self.output_leaves: list[Any] = []
+        self.output_spec: Any = None
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Call the block on copies of ``tensors`` and return its output tensors."""
+        leaves = list(self.leaves)
+        copies = []
+        for index, tensor in zip(self.positions, tensors, strict=True):
+            leaves[index] = tensor.clone() if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                copies.append(leaves[index])
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        with self.autocast():
+            outputs, self.output_spec = tree_flatten(self.forward(*args, **kwargs))
+        self.hook.check_unchanged(copies)
+        found = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        self.output_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor)]
+        # Views among several outputs may not be written to later on; a block's caller may want to.
+        return [leaf.clone() if leaf._is_view() else leaf for leaf in found]
+
+    def join_outputs(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the block's output structure around ``tensors``."""
+        leaves = list(self.output_leaves)
+        for index, tensor in zip(self.output_positions, tensors, strict=True):
+            leaves[index] = tensor
+        return tree_unflatten(leaves, self.output_spec)
+
+
+class _Recompute(torch.autograd.Function):
+    """Forward without a graph; backward builds it again from the saved inputs.
+
+    The empty second input always requires a gradient, so that the outputs do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)  # an unused output must not look like one with a zero gradient
+        ctx.save_for_backward(*tensors)
+        outputs = call.run(tensors)
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        inputs = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        call: _Call = ctx.call
+        with torch.enable_grad(), call.random.restored() if call.random else contextlib.nullcontext():
+            outputs = call.run(inputs)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        return (None, None, *(tensor.grad for tensor in inputs))
+
+
+def _device_type(tensors: Sequence[Tensor]) -> str:
+    return next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+
+
+def _autocast_state(tensors: Sequence[Tensor]) -> Callable[[], contextlib.AbstractContextManager]:
+    device = _device_type(tensors)
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    cache = torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+class _RandomState:
+    """Generator states before a forward, so that dropout falls the same way again."""
+
+    def __init__(self, cpu: Tensor, device: torch.device | None, accelerator: Tensor | None) -> None:
+        self.cpu, self.device, self.accelerator = cpu, device, accelerator
+
+    @classmethod
+    def take(cls, tensors: Sequence[Tensor]) -> _RandomState:
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        state = torch.cuda.get_rng_state(device) if device is not None else None
+        return cls(torch.get_rng_state(), device, state)
+
+    @contextlib.contextmanager
+    def restored(self) -> Any:
+        devices = [self.device] if self.device is not None else []
+        with torch.random.fork_rng(devices=devices):
+            torch.set_rng_state(self.cpu)
+            if self.device is not None and self.accelerator is not None:
+                torch.cuda.set_rng_state(self.accelerator, self.device)
+            yield

@@ -1,0 +1,85 @@
+"""Write a LoRA file so that it is there whole or not at all, and prove that it reads back.
+
+A file is written under a temporary name in the target folder, flushed to the disk, and renamed.
+After the rename it is read again and handed to the caller's check; a file that fails is removed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from ..errors import SaveError
+
+
+def save_verified(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str],
+    verify: Callable[[Path], None],
+) -> None:
+    """Write ``tensors`` to ``path`` atomically and keep the file only if ``verify(path)`` accepts it.
+
+    Args:
+        path: A new file; its folder exists.
+        tensors: Contiguous host tensors.
+        metadata: Strings for the file's header.
+        verify: Raises if the file at this path is not what was meant.
+
+    Raises:
+        SaveError: If the file exists already, could not be written, or was refused; it is gone then.
+    """
+    if path.exists():
+        raise SaveError(f"{path} exists already and is not overwritten. Choose another prefix.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        _write(temporary, safetensors.torch.save(dict(tensors), dict(metadata)))
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise SaveError(
+            f"{path} could not be written ({error}). Free the disk or choose another prefix."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    try:
+        verify(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def read_lora(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        SaveError: If it is not a whole safetensors file.
+    """
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise SaveError(f"{path} does not read back ({error}). Save it again.") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    # The rename itself is only on the disk once the folder is; Windows has no such call.
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

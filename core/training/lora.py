@@ -1,0 +1,198 @@
+"""Low-rank adapters on Linear layers (LoRA, arXiv:2106.09685).
+
+An adapter adds ``scale * up(down(x))`` to what its layer returns; the layer itself stays as it is and
+is called as usual, so its weight may be streamed, cast or quantized. Adapters hold fp32 masters and
+compute in the dtype of their input.
+
+This module does not choose layers (``targets``) and does not write files (``checkpoint``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import TrainingError
+from ..log import get_logger
+from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
+from .config import LoraConfig
+from .data import generator
+from .targets import Target
+
+_LOG = get_logger("training")
+_HOOK = "lora"
+_CHILD = "ferry_lora"
+
+
+class LoraAdapter(nn.Module):
+    """One adapter: ``scale * up @ down``.
+
+    Args:
+        in_features: Width of the layer's input.
+        out_features: Width of its output.
+        rank: Inner width ``r``.
+        alpha: ``scale`` is ``alpha / rank``.
+
+    Attributes:
+        lora_down: ``(r, in_features)`` fp32, Kaiming-uniform at the start.
+        lora_up: ``(out_features, r)`` fp32, zero at the start, so that training starts at the base model.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.scale = alpha / rank
+        self.lora_down = nn.Parameter(torch.empty(rank, in_features))
+        self.lora_up = nn.Parameter(torch.zeros(out_features, rank))
+
+    def start(self, random: torch.Generator) -> None:
+        """Draw the start values on the host."""
+        nn.init.kaiming_uniform_(self.lora_down, a=math.sqrt(5), generator=random)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the adapter's addition for the layer's input ``x`` ``(..., in_features)``."""
+        low = F.linear(x, self.lora_down.to(x.dtype))
+        return F.linear(low, self.lora_up.to(x.dtype)) * self.scale
+
+
+class _LoraHook(ModuleHook):
+    def __init__(self, adapter: LoraAdapter) -> None:
+        self.adapter = adapter
+        self.called = False
+
+    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        output = forward(*args, **kwargs)
+        self.called = True
+        # Not in place: the output may be a view or saved for the layer's own backward.
+        return output + self.adapter(args[0] if args else kwargs["input"]).to(output.dtype)
+
+
+class LoraAdapters:
+    """All adapters of a model; a context manager that takes them off again.
+
+    While installed, each adapter is also a child of its layer, so that whatever manages the model's
+    parameters (the offload engine) manages these too.
+
+    Args:
+        targets: The layers.
+        config: Rank and alpha.
+        seed: Decides each adapter's start from the seed and its path alone.
+        device: Where the masters live.
+    """
+
+    def __init__(
+        self, targets: Sequence[Target], config: LoraConfig, *, seed: int, device: torch.device | str
+    ) -> None:
+        self.config = config
+        self.targets = {target.path: target for target in targets}
+        self._hooks: dict[str, _LoraHook] = {}
+        self._installed: list[str] = []
+        for path, target in self.targets.items():
+            layer: Any = target.layer
+            adapter = LoraAdapter(layer.in_features, layer.out_features, rank=config.rank, alpha=config.alpha)
+            adapter.start(generator(seed, "lora", path))
+            self._hooks[path] = _LoraHook(adapter.to(device))
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def install(self) -> None:
+        """Put every adapter on its layer."""
+        for path, hook in self._hooks.items():
+            layer = self.targets[path].layer
+            install_hook(layer, _HOOK, hook)
+            self._installed.append(path)
+            layer.add_module(_CHILD, hook.adapter)
+
+    def remove(self) -> None:
+        """Take the adapters off; the layers are as before. The trained values stay here."""
+        for path in self._installed:
+            layer = self.targets[path].layer
+            remove_hook(layer, _HOOK)
+            layer._modules.pop(_CHILD, None)
+        self._installed.clear()
+
+    def adapters(self) -> dict[str, LoraAdapter]:
+        """Return the adapters that are being trained, by the path of their layer."""
+        return {path: hook.adapter for path, hook in self._hooks.items()}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield every trained parameter."""
+        for hook in self._hooks.values():
+            yield from hook.adapter.parameters()
+
+    def check_first_gradients(self) -> None:
+        """Make sure that every adapter can learn; to be called after the first backward.
+
+        With ``up`` at zero the gradient of ``down`` is exactly zero, so the gradient of ``up`` decides.
+        In the last block of a list whole branches may end unused (Qwen-Image drops the text half of its
+        last block): their layers are called but no loss depends on them. Such adapters are left out.
+
+        Raises:
+            TrainingError: Naming the layers, if any other adapter has no gradient or a zero one.
+        """
+        unused = [
+            path
+            for path, hook in self._hooks.items()
+            if hook.called and self.targets[path].in_last_block and not _has_gradient(hook.adapter.lora_up)
+        ]
+        dead = {
+            path: "the model reads this layer's weight without calling it"
+            if not hook.called
+            else "no gradient reaches it"
+            for path, hook in self._hooks.items()
+            if not (path in unused or _has_gradient(hook.adapter.lora_up))
+        }
+        if dead or len(unused) == len(self._hooks):
+            named = "; ".join(f"{path}: {why}" for path, why in list(dead.items())[:5]) or "all are unused"
+            raise TrainingError(
+                f"{len(dead)} of {len(self._hooks)} adapters would never learn, so their part of the LoRA "
+                f"would be silently missing ({named}). Take these layers out of 'targets' with a leading '-', "
+                f"for example '-{next(iter(dead or unused))}'."
+            )
+        if unused:
+            _LOG.info("left out %d layers of the last block without influence: %s", len(unused), unused)
+        for path in unused:
+            self._drop(path)
+
+    def _drop(self, path: str) -> None:
+        # The hook stays installed until remove(): it adds exactly zero.
+        hook = self._hooks.pop(path)
+        hook.adapter.requires_grad_(False)
+
+    def all_zero(self) -> list[str]:
+        """Return the paths whose adapter changes nothing."""
+        return [path for path, adapter in self.adapters().items() if not bool(adapter.lora_up.any())]
+
+    def state_dict(self, *, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return host copies under the names that ComfyUI's own training node writes.
+
+        Args:
+            prefix: Put before each path, for example ``"diffusion_model."``.
+            dtype: Of ``up`` and ``down``; ``alpha`` is a fp32 scalar.
+        """
+        tensors: dict[str, Tensor] = {}
+        for path, adapter in self.adapters().items():
+            for name in ("lora_up", "lora_down"):
+                value = getattr(adapter, name).detach().to("cpu", dtype, copy=True)
+                tensors[f"{prefix}{path}.{name}.weight"] = value.contiguous()
+            tensors[f"{prefix}{path}.alpha"] = torch.tensor(float(self.config.alpha))
+        return tensors
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.any())

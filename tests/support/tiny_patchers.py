@@ -1,0 +1,130 @@
+"""Tiny, random MODELs: whole ``ModelPatcher`` objects of ComfyUI's own model classes, with inputs.
+
+Built through ``comfy.supported_models``, so latent formats, sampling and conditioning are the real
+ones. Everything is created in inference mode, as ComfyUI's loaders do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ferry_support.tiny_models import noise, randomize
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TinyPatcher:
+    """One kind of MODEL.
+
+    Args:
+        build: Returns a MODEL (needs ComfyUI); keyword arguments change the network's configuration.
+        latent_shape: ``(C, ...)`` of one latent that fits it.
+        context_dim: Width of its text embedding.
+        options: Conditioning options of one caption, from a seed.
+    """
+
+    build: Callable[..., Any]
+    latent_shape: tuple[int, ...]
+    context_dim: int
+    options: Callable[[int], Options]
+
+    def latent(self, seed: int = 0, batch: int = 1) -> Options:
+        """Return a LATENT."""
+        return {"samples": noise(batch, *self.latent_shape, seed=seed)}
+
+    def caption(self, seed: int = 0, tokens: int = 7) -> list:
+        """Return a CONDITIONING of one entry."""
+        return [[noise(1, tokens, self.context_dim, seed=seed), self.options(seed)]]
+
+
+def build_patcher(kind: str, config: Options, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a ``ModelPatcher`` on the CPU with random weights."""
+    import comfy.model_patcher
+    import comfy.supported_models
+
+    with torch.inference_mode():
+        settings = getattr(comfy.supported_models, kind)(config)
+        settings.set_inference_dtype(dtype, None)
+        model = settings.get_model({}, "")
+        for buffer in model.diffusion_model.buffers():
+            if buffer.is_floating_point():  # position tables, which come from the checkpoint
+                buffer.copy_(0.2 * noise(*buffer.shape))
+        randomize(model.diffusion_model)
+        cpu = torch.device("cpu")
+        return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+
+
+def tiny_flux(**changes: Any) -> Any:
+    """Return a FLUX.1-dev MODEL."""
+    from comfy.ldm.flux.model import FluxParams
+
+    config: Options = {
+        "image_model": "flux", "in_channels": 16, "out_channels": 16, "vec_in_dim": 24, "context_in_dim": 40,
+        "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 3, "depth": 2, "depth_single_blocks": 2,
+        "axes_dim": [4, 6, 6], "theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": True,
+    }  # fmt: skip
+    if "txt_ids_dims" in inspect.signature(FluxParams).parameters:
+        config["txt_ids_dims"] = []
+    return build_patcher("Flux", config | changes)
+
+
+def tiny_qwen(**changes: Any) -> Any:
+    """Return a Qwen-Image MODEL."""
+    config: Options = {
+        "image_model": "qwen_image", "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 3,
+        "attention_head_dim": 16, "num_attention_heads": 3, "joint_attention_dim": 40,
+        "axes_dims_rope": (4, 6, 6),
+    }  # fmt: skip
+    return build_patcher("QwenImage", config | changes)
+
+
+def tiny_wan(**changes: Any) -> Any:
+    """Return a Wan text-to-video MODEL."""
+    config: Options = {
+        "image_model": "wan2.1", "model_type": "t2v", "dim": 48, "in_dim": 16, "out_dim": 16, "num_heads": 3,
+        "ffn_dim": 72, "num_layers": 3, "patch_size": (1, 2, 2), "freq_dim": 16, "text_dim": 40,
+    }  # fmt: skip
+    return build_patcher("WAN21_T2V", config | changes)
+
+
+def tiny_sd3(**changes: Any) -> Any:
+    """Return a Stable Diffusion 3 MODEL."""
+    config: Options = {
+        "in_channels": 16, "patch_size": 2, "out_channels": 16, "depth": 1, "input_size": None,
+        "adm_in_channels": 24, "num_patches": 64, "pos_embed_max_size": 8, "qk_norm": "rms",
+        "pos_embed_scaling_factor": None, "x_block_self_attn_layers": [],
+        "context_embedder_config": {
+            "target": "torch.nn.Linear", "params": {"in_features": 40, "out_features": 64},
+        },
+    }  # fmt: skip
+    return build_patcher("SD3", config | changes)
+
+
+def tiny_sdxl(**changes: Any) -> Any:
+    """Return an SDXL MODEL: a UNet that predicts noise."""
+    config: Options = {
+        "use_checkpoint": False, "image_size": 32, "out_channels": 4, "use_spatial_transformer": True,
+        "legacy": False, "num_classes": "sequential", "adm_in_channels": 2816, "in_channels": 4,
+        "model_channels": 64, "num_res_blocks": [1, 1], "transformer_depth": [1, 1], "channel_mult": [1, 2],
+        "transformer_depth_middle": 1, "use_linear_in_transformer": True, "context_dim": 40,
+        "num_head_channels": 64, "transformer_depth_output": [1, 1, 1, 1], "use_temporal_attention": False,
+    }  # fmt: skip
+    return build_patcher("SDXL", config | changes)
+
+
+def _flux_options(seed: int) -> Options:
+    return {"pooled_output": noise(1, 24, seed=seed), "guidance": 3.5}
+
+
+PATCHERS = {
+    "flux": TinyPatcher(tiny_flux, (16, 8, 6), 40, _flux_options),
+    "qwen": TinyPatcher(tiny_qwen, (16, 1, 8, 6), 40, lambda seed: {}),
+    "wan": TinyPatcher(tiny_wan, (16, 2, 8, 6), 40, lambda seed: {}),
+    "sd3": TinyPatcher(tiny_sd3, (16, 8, 6), 40, lambda seed: {"pooled_output": noise(1, 24, seed=seed)}),
+    "sdxl": TinyPatcher(tiny_sdxl, (4, 8, 8), 40, lambda seed: {"pooled_output": noise(1, 1280, seed=seed)}),
+}
