@@ -1,0 +1,78 @@
+"""Collectives over uneven parts, the same on gloo (CPU) and NCCL (CUDA).
+
+Sizes are always known beforehand and never exchanged, so no call waits for the host. gloo has no
+uneven all-gather and no float8, hence the padding and the byte views here.
+
+What this module does not do: there is no backward; sampling needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import PlanError
+
+
+def all_to_all(
+    send: torch.Tensor,
+    send_sizes: Sequence[int],
+    *,
+    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Send a different part of ``send`` to every rank; all ranks of ``group`` must call.
+
+    Args:
+        send: ``[sum(send_sizes)]``, contiguous, the parts in rank order.
+        send_sizes: Elements for each rank; 0 is allowed.
+        receive_sizes: Elements from each rank.
+        group: The ranks.
+
+    Returns:
+        ``[sum(receive_sizes)]``, the parts in rank order.
+    """
+    _refuse_gradients(send)
+    receive = send.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(
+        _on_wire(receive), _on_wire(send), list(receive_sizes), list(send_sizes), group=group
+    )
+    return receive
+
+
+def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.ProcessGroup) -> torch.Tensor:
+    """Join the ranks' tensors along dim 0; all ranks of ``group`` must call.
+
+    Args:
+        tensor: ``[sizes[rank], ...]``; other dims equal on all ranks.
+        sizes: Rows on each rank; 0 is allowed.
+        group: The ranks.
+
+    Returns:
+        ``[sum(sizes), ...]`` in rank order.
+    """
+    _refuse_gradients(tensor)
+    longest = max(sizes)
+    padding = longest - tensor.shape[0]
+    if padding:
+        tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
+    gathered = tensor.new_empty(len(sizes) * longest, *tensor.shape[1:])
+    dist.all_gather_into_tensor(_on_wire(gathered), _on_wire(tensor.contiguous()), group=group)
+    if min(sizes) == longest:
+        return gathered
+    return torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
+
+
+def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a byte view of it if its dtype is one that gloo cannot send (fp8, bool)."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _refuse_gradients(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise PlanError(
+            "a parallel model was run with gradients on, but its collectives have no backward. "
+            "Run it under torch.inference_mode() or torch.no_grad()."
+        )

@@ -1,0 +1,166 @@
+"""Run a plan: one small operator for each word of ``plan``, applied by hooks around modules.
+
+Shapes: ``B`` batch, ``S`` tokens of the whole sequence, ``C`` channels; a rank's tensors have the
+``carried`` rows of ``sequence``: its tokens, or one phantom.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError
+from ..module_hooks import Forward, ModuleHook
+from .collectives import all_gather
+from .forward_state import ForwardState
+from .plan import (
+    ExpandThenShard,
+    Gather,
+    InputAction,
+    Local,
+    LocalIndex,
+    LocalSlices,
+    Replicated,
+    Shard,
+    Split,
+)
+from .plan_check import ModuleActions
+from .sequence import Stream, check_carried, drop_phantoms, joint_sizes, take, to_canonical
+
+
+class ContextParallelHook(ModuleHook):
+    """Does what a plan says at one module.
+
+    Args:
+        actions: What to do.
+        current: Returns the state of the running forward, or None if the model runs by itself.
+    """
+
+    def __init__(self, actions: ModuleActions, current: Callable[[], ForwardState | None]) -> None:
+        self.actions = actions
+        self.current = current
+
+    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Rewrite the arguments, run the module under its role, rewrite the output."""
+        state = self.current()
+        if state is None:
+            return forward(*args, **kwargs)
+        for action, slot in self.actions.inputs:
+            value = slot.read(args, kwargs)
+            if value is None:
+                continue
+            try:
+                local = localize(action, value, state)
+            except PlanError as error:
+                raise PlanError(f"{self.actions.path}, argument {action.argument!r}: {error}") from None
+            if local is not value:
+                args, kwargs = slot.replace(args, kwargs, local)
+        if self.actions.attention is None:
+            output = forward(*args, **kwargs)
+        else:
+            with state.attention_role(self.actions.attention, self.actions.path):
+                output = forward(*args, **kwargs)
+        return output if self.actions.gather is None else gather(self.actions.gather, output, state)
+
+
+def gather(action: Gather, output: torch.Tensor, state: ForwardState) -> torch.Tensor:
+    """Return whole streams ``[B, S, C]`` from each rank's ``[B, carried, C]``, and close the region."""
+    streams = state.streams(action.streams)
+    local = drop_phantoms(output, streams, action.dim)
+    whole = all_gather(local.movedim(action.dim, 0), joint_sizes(streams), group=state.group)
+    state.close(action.streams + action.discard)
+    return to_canonical(whole, streams, 0).movedim(0, action.dim).contiguous()
+
+
+@functools.singledispatch
+def localize(action: InputAction, value: Any, state: ForwardState) -> Any:
+    """Return what this rank gets instead of ``value``; one implementation for each word of a plan.
+
+    Raises:
+        PlanError: If the value does not fit the streams.
+    """
+    raise NotImplementedError(type(action).__name__)
+
+
+@localize.register
+def _(action: Split, value: Any, state: ForwardState) -> torch.Tensor:
+    tensor = _tensor(value)
+    return take(tensor, (state.open(action.stream, tensor.shape[action.dim]),), action.dim)
+
+
+@localize.register
+def _(action: Local, value: Any, state: ForwardState) -> torch.Tensor:
+    tensor = _tensor(value)
+    check_carried(tensor, state.streams(action.streams), action.dim)
+    return tensor
+
+
+@localize.register
+def _(action: Replicated, value: Any, state: ForwardState) -> Any:
+    return value
+
+
+@localize.register
+def _(action: Shard, value: Any, state: ForwardState) -> torch.Tensor:
+    tensor = _tensor(value)
+    streams = state.streams(action.streams)
+    key = (streams, action.dim)
+    return state.shard_once(key, tensor, lambda: take(tensor, streams, action.dim))
+
+
+@localize.register
+def _(action: ExpandThenShard, value: Any, state: ForwardState) -> torch.Tensor:
+    tensor = _tensor(value)
+    num_rows = tensor.shape[action.dim]
+    if num_rows == 1:
+        return tensor
+    (stream,) = state.streams((action.stream,))
+    run = -(-stream.length // num_rows)
+    if num_rows < stream.length < 2 * num_rows:
+        raise PlanError(f"{num_rows} rows cannot be spread over the {stream.length} tokens of {stream.name}")
+
+    def expand() -> torch.Tensor:
+        # A phantom takes the last row: any value does, it is dropped before it is used.
+        first = min(stream.start, stream.length - 1)
+        tokens = torch.arange(first, first + stream.carried_length, device=tensor.device)
+        return tensor.index_select(action.dim, tokens // run)
+
+    return state.shard_once((stream, action.dim, "expanded"), tensor, expand)
+
+
+@localize.register
+def _(action: LocalIndex, value: Any, state: ForwardState) -> int:
+    (stream,) = state.streams((action.stream,))
+    if not isinstance(value, int) or not 0 <= value <= stream.length:
+        raise PlanError(f"{value!r} is no index into the {stream.length} tokens of {stream.name}")
+    return _clamp(value, stream)
+
+
+@localize.register
+def _(action: LocalSlices, value: Any, state: ForwardState) -> list[tuple[int, int, Any]]:
+    (stream,) = state.streams((action.stream,))
+    before = 0 if action.after is None else state.streams((action.after,))[0].carried_length
+    local: list[tuple[int, int, Any]] = []
+    for start, stop, row in value:
+        if not 0 <= start <= stop <= before + stream.length:
+            raise PlanError(f"the slice {start}:{stop} is not in the {stream.length} tokens of {stream.name}")
+        first = 0 if start == 0 else before + _clamp(start - before, stream)
+        last = before + _clamp(stop - before, stream)
+        if last > first:
+            local.append((first, last, row))
+    return local
+
+
+def _clamp(index: int, stream: Stream) -> int:
+    """Return a global cut position as a position on this rank."""
+    return min(max(index, stream.start), stream.stop) - stream.start
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise PlanError(f"the plan expects a tensor, got {type(value).__name__}")
+    return value

@@ -1,0 +1,169 @@
+"""What one forward of a parallel model knows: open streams, the role of attention, what was sharded.
+
+``ForwardState`` lives for one forward: stream lengths differ between calls (a negative prompt has
+another length), so nothing about them outlives it. Whether a rank enters a collective depends only
+on shapes and arguments that are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import PlanError
+from .attention.local import AttentionFunction, parse_call
+from .attention.masks import MaskMemo
+from .attention.ulysses import ulysses_attention
+from .plan import AttentionRole, ControlResiduals, LocalAttention, MaskKeys, SelfAttention
+from .sequence import Stream, Streams, drop_phantoms, joint_sizes, restore_phantoms, split_sizes
+
+
+@dataclass
+class _RoleScope:
+    """A module with an attention role that is running now."""
+
+    role: AttentionRole
+    num_calls: int = 0
+
+
+class ForwardState:
+    """Everything that one forward of a parallel model knows.
+
+    Args:
+        group: The ranks that share the sequence.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self._open: dict[str, Stream] = {}
+        self._roles: list[_RoleScope] = []
+        self._shards: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._masks = MaskMemo(group)
+        self._control: tuple[ControlResiduals, dict[str, Any]] | None = None
+
+    def streams(self, names: tuple[str, ...]) -> Streams:
+        """Return open streams by name.
+
+        Raises:
+            PlanError: If one is not open.
+        """
+        closed = [name for name in names if name not in self._open]
+        if closed:
+            raise PlanError(
+                f"streams {closed} are used outside their region; open ones are {list(self._open)}"
+            )
+        return tuple(self._open[name] for name in names)
+
+    def open(self, name: str, length: int) -> Stream:
+        """Open a stream of ``length`` tokens and cut it over the ranks.
+
+        Raises:
+            PlanError: If it is open already.
+        """
+        if name in self._open:
+            raise PlanError(f"stream {name!r} was opened twice without a gather between")
+        self._open[name] = Stream(name, split_sizes(length, self.num_ranks), self.rank)
+        if self._control is not None and self._control[0].stream == name:
+            _cut_residuals(*self._control, self._open[name])
+            self._control = None
+        return self._open[name]
+
+    def close(self, names: tuple[str, ...]) -> None:
+        """Close streams."""
+        for name in names:
+            del self._open[name]
+
+    def defer_control(self, residuals: ControlResiduals, control: dict[str, Any]) -> dict[str, Any]:
+        """Return a private copy of ``control`` whose residuals are cut when their stream opens."""
+        copy = {key: list(value) if key in residuals.keys else value for key, value in control.items()}
+        self._control = (residuals, copy)
+        return copy
+
+    def check_closed(self) -> None:
+        """Check that every region was closed.
+
+        Raises:
+            PlanError: If not; the output would be one rank's part.
+        """
+        if self._open:
+            raise PlanError(f"the model returned with streams {list(self._open)} still sharded")
+
+    def shard_once(self, key: tuple, source: torch.Tensor, shard: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return ``shard()``, computed once in a forward for the same source and key.
+
+        Blocks receive the same position table again and again. The source is kept, so its id stays
+        its own.
+        """
+        whole_key = (id(source), *key)
+        if whole_key not in self._shards:
+            self._shards[whole_key] = (source, shard())
+        return self._shards[whole_key][1]
+
+    @contextmanager
+    def attention_role(self, role: AttentionRole, path: str) -> Iterator[None]:
+        """Give attention calls inside the block this role.
+
+        Raises:
+            PlanError: If a self-attention did not come through exactly once: the model would have
+                attended to this rank's tokens only.
+        """
+        scope = _RoleScope(role)
+        self._roles.append(scope)
+        try:
+            yield
+        finally:
+            self._roles.pop()
+        if isinstance(role, SelfAttention) and scope.num_calls != 1:
+            raise PlanError(
+                f"{path} made {scope.num_calls} attention calls through the override, expected 1. Pass "
+                "ParallelHandle.attention_override to the model as its attention override."
+            )
+
+    def attend(
+        self, function: AttentionFunction, tensors: tuple, heads: int, args: tuple, kwargs: dict
+    ) -> Any:
+        """Run one attention call by the role of the module it is in.
+
+        Raises:
+            PlanError: If it is inside a region but no module there has a role.
+        """
+        scope = self._roles[-1] if self._roles else None
+        if scope is None:
+            if self._open:
+                raise PlanError("an attention call inside a sharded region has no role in the plan")
+            return function(*tensors, heads, *args, **kwargs)
+        scope.num_calls += 1
+        if isinstance(scope.role, LocalAttention):
+            return function(*tensors, heads, *args, **kwargs)
+        streams = self.streams(scope.role.streams)
+        call = parse_call(function, tensors, heads, args, kwargs)
+        mask = call.mask
+        if mask is not None and scope.role.mask is MaskKeys.WHOLE:
+            mask = self._masks.from_whole(mask, streams)
+        elif mask is not None:
+            mask = self._masks.from_local_keys(mask, streams)
+        q, k, v = (drop_phantoms(tensor, streams, 2) for tensor in (call.q, call.k, call.v))
+        call = replace(call, q=q, k=k, v=v)
+        output = ulysses_attention(call, token_sizes=joint_sizes(streams), mask=mask, group=self.group)
+        return call.as_asked(restore_phantoms(output, streams, 1))
+
+
+def _cut_residuals(residuals: ControlResiduals, control: dict[str, Any], stream: Stream) -> None:
+    """Replace each residual ``[B, n, C]`` for the first ``n`` tokens by this rank's rows of it."""
+    for key in residuals.keys:
+        for index, residual in enumerate(control.get(key) or ()):
+            if residual is None:
+                continue
+            num_rows = residual.shape[1]
+            if num_rows > stream.length:
+                raise PlanError(
+                    f"a ControlNet residual has {num_rows} tokens, but {stream.name} has {stream.length}"
+                )
+            control[key][index] = residual[:, min(stream.start, num_rows) : min(stream.stop, num_rows)]

@@ -1,0 +1,116 @@
+"""Degrees of the parallel methods and the ranks' places on one device mesh.
+
+Axes, outermost first: ``cfg`` (which conditioning), ``tp`` (which slice of each weight), ``ring`` and
+``ulysses`` (which part of the token sequence). Ranks of one sequence group are neighbours, so the
+axes with the most traffic stay on the fastest links.
+
+What this module does not do: it starts no process and no process group; ``build_mesh`` uses the one
+that the worker already has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..errors import RequestError
+
+_AXES = ("cfg", "tp", "ring", "ulysses")
+_BUILT_AXES = ("cfg", "ulysses")
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """How many ways each parallel method divides the work.
+
+    Args:
+        cfg: Groups of ranks that evaluate different conditionings at the same time.
+        tp: Tensor parallel degree.
+        ring: Ring attention degree (arXiv:2310.01889).
+        ulysses: DeepSpeed-Ulysses degree (arXiv:2309.14509).
+    """
+
+    cfg: int = 1
+    tp: int = 1
+    ring: int = 1
+    ulysses: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of all degrees."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def sequence_size(self) -> int:
+        """Number of ranks that share one token sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees by axis name, outermost axis first."""
+        return {axis: getattr(self, axis) for axis in _AXES}
+
+    def validate(self, *, num_gpus: int) -> None:
+        """Check the degrees against each other and the number of GPUs.
+
+        Raises:
+            RequestError: Naming the degree, the limit and what would fit.
+        """
+        if num_gpus < 1:
+            raise RequestError(
+                f"gpus={num_gpus} was asked",
+                limit="Each rank needs a GPU of its own",
+                way_out="Set gpus to 1 or more",
+            )
+        for axis, degree in self.degrees.items():
+            if degree < 1:
+                raise RequestError(
+                    f"{axis}_degree={degree} was asked",
+                    limit="A degree counts ranks; 1 means that the method is not used",
+                    way_out=f"Set {axis}_degree to a number from 1 to {num_gpus}",
+                )
+            if degree > 1 and axis not in _BUILT_AXES:
+                raise RequestError(
+                    f"{axis}_degree={degree} was asked",
+                    limit=f"This version runs {' and '.join(_BUILT_AXES)} parallelism only",
+                    way_out=f"Set {axis}_degree to 1 and use ulysses_degree or cfg_degree instead",
+                )
+        if self.world_size != num_gpus:
+            product = " x ".join(f"{axis} {self.degrees[axis]}" for axis in _BUILT_AXES)
+            raise RequestError(
+                f"{num_gpus} GPUs with degrees {product} = {self.world_size} were asked",
+                limit="The product of the degrees must equal the number of GPUs",
+                way_out=f"Set gpus to {self.world_size}, or change a degree",
+            )
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where this rank stands on the mesh.
+
+    Args:
+        cfg_branch: Index of the conditioning branch that this rank works for.
+        sequence_group: Process group of the ranks that share this rank's sequence, or None if the
+            rank has the whole sequence to itself.
+    """
+
+    cfg_branch: int
+    sequence_group: dist.ProcessGroup | None
+
+
+def build_mesh(dims: ParallelDims) -> RankLayout:
+    """Lay the ranks of the default process group out on the mesh; collective over all of them.
+
+    Raises:
+        RequestError: If the degrees do not fit the number of ranks.
+    """
+    dims.validate(num_gpus=dist.get_world_size())
+    device_type = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
+    mesh = init_device_mesh(device_type, tuple(dims.degrees.values()), mesh_dim_names=_AXES)
+    return RankLayout(
+        cfg_branch=mesh.get_local_rank("cfg"),
+        sequence_group=mesh.get_group("ulysses") if dims.ulysses > 1 else None,
+    )

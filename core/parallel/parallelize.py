@@ -1,0 +1,162 @@
+"""Make one rank's copy of a model compute its part: the entry point of this package.
+
+Everything here is local to the rank; ranks meet in the collectives only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import PlanError
+from ..module_hooks import hook_names, install_hook, remove_hook
+from .arguments import slot_of
+from .attention.local import AttentionFunction
+from .context_parallel import ContextParallelHook
+from .forward_state import ForwardState
+from .plan import ModelPlan
+from .plan_check import check_plan
+
+_HOOK = "context_parallel"
+_OPTIONS = "transformer_options"
+
+
+def parallelize(model: nn.Module, plan: ModelPlan, *, group: dist.ProcessGroup) -> ParallelHandle:
+    """Install ``plan`` on this rank's ``model``; no communication happens yet.
+
+    Args:
+        model: The rank's copy, with the same weights on every rank.
+        plan: The plan of the model's class.
+        group: The ranks that share one sequence.
+
+    Returns:
+        The handle to run and to remove it. Without it the model runs as before.
+
+    Raises:
+        PlanError: If the plan does not fit the model, or the model is parallel already.
+    """
+    actions = check_plan(model, plan)
+    for action in actions:
+        if _HOOK in hook_names(action.module):
+            raise PlanError(
+                f"{action.path} of {type(model).__name__} is parallel already; call remove() first"
+            )
+    handle = ParallelHandle(plan, group)
+    for action in actions:
+        install_hook(action.module, _HOOK, ContextParallelHook(action, handle.current))
+    handle.modules = [action.module for action in actions]
+    return handle
+
+
+class ParallelHandle:
+    """A model that ``parallelize`` prepared.
+
+    Args:
+        plan: Its plan.
+        group: The ranks that share one sequence.
+    """
+
+    def __init__(self, plan: ModelPlan, group: dist.ProcessGroup) -> None:
+        self.plan = plan
+        self.group = group
+        self.modules: list[nn.Module] = []
+        self._state: ForwardState | None = None
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward(*args, **kwargs)`` of the model in parallel; all ranks of the group must call.
+
+        Args:
+            forward: The model, or its bound forward.
+            *args: The whole inputs, the same on every rank.
+            **kwargs: Likewise; the model must get ``attention_override`` with them.
+
+        Returns:
+            The whole output, on every rank.
+
+        Raises:
+            PlanError: If the inputs or the model do not do what the plan says. The other ranks may
+                be left waiting in a collective, so the caller must end or restart them.
+        """
+        if self._state is not None:
+            raise PlanError("a parallel model was called again before its forward returned")
+        state = ForwardState(self.group)
+        called = forward.forward if isinstance(forward, nn.Module) else forward
+        signature = inspect.signature(called)
+        options = slot_of(signature, _OPTIONS).read(args, kwargs)
+        _refuse_patches(options or {}, self.plan)
+        if self.plan.control is not None:
+            slot = slot_of(signature, self.plan.control.argument)
+            control = slot.read(args, kwargs)
+            if control is not None:
+                args, kwargs = slot.replace(args, kwargs, state.defer_control(self.plan.control, control))
+        self._state = state
+        try:
+            output = forward(*args, **kwargs)
+            state.check_closed()
+            return output
+        finally:
+            self._state = None
+
+    def attention_override(
+        self,
+        function: AttentionFunction,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run one attention call of the model; give it to the model as its attention override.
+
+        Args:
+            function: The attention function that the model would have called.
+            q: ``[B, H, S, D]`` or ``[B, S, H * D]``; see ``attention.local``.
+            k: Likewise.
+            v: Likewise.
+            heads: ``H``.
+            *args: More arguments of ``function``.
+            **kwargs: More arguments of ``function``.
+
+        Returns:
+            What ``function`` returns for the whole sequence, this rank's tokens of it. Outside of any
+            role, and while no forward runs through ``run``, the result of ``function`` itself.
+        """
+        if self._state is None:
+            return function(q, k, v, heads, *args, **kwargs)
+        return self._state.attend(function, (q, k, v), heads, args, kwargs)
+
+    def current(self) -> ForwardState | None:
+        """Return the state of the running forward, or None."""
+        return self._state
+
+    def remove(self) -> None:
+        """Take every hook off again; the model is as it was, bit for bit."""
+        for module in self.modules:
+            remove_hook(module, _HOOK)
+        self.modules = []
+
+
+def _refuse_patches(options: dict[str, Any], plan: ModelPlan) -> None:
+    """Refuse functions that the model would call on one rank's part of the tokens.
+
+    Raises:
+        PlanError: Naming them.
+    """
+    called = {name for name, patches in (options.get("patches") or {}).items() if patches}
+    names = sorted(called - plan.whole_sequence_patches)
+    names += [
+        f"patches_replace {name}"
+        for name, patches in (options.get("patches_replace") or {}).items()
+        if patches
+    ]
+    if names:
+        raise PlanError(
+            f"block patches {names} were given to {plan.name}. Inside a parallel model they would see one "
+            "rank's tokens only. Remove the node that adds them, or sample with a stock KSampler."
+        )

@@ -1,0 +1,196 @@
+"""The vocabulary of parallel plans: how one model class is cut over ranks, as data.
+
+A plan names modules, their arguments, and what happens to each. It holds no code and no tensors, so
+it can be read, printed and checked before anything runs (``plan_check``). ``context_parallel`` holds
+one small operator for each word here.
+
+Words: a *stream* is one token sequence (text, image). A *region* is the part of the forward in which
+streams are sharded: it opens with ``Split`` and closes with ``Gather``. The argument ``dim`` is always
+the token dim.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class ParallelMethod(enum.StrEnum):
+    """A way of dividing the work that a plan can be proven for."""
+
+    CFG = "cfg"
+    ULYSSES = "ulysses"
+
+
+@dataclass(frozen=True)
+class InputAction:
+    """What happens to one argument of a module before its forward.
+
+    Args:
+        argument: Name in the module's ``forward``; the call may pass it by position or by name.
+        optional: Whether some supported version of the class has no such argument. A missing
+            argument that is not optional is an error, never skipped.
+    """
+
+    argument: str
+    optional: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Split(InputAction):
+    """Open a stream: read its length from the argument, and keep this rank's part."""
+
+    stream: str
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Local(InputAction):
+    """The argument is this rank's part already (made by the block before); its length is checked."""
+
+    streams: tuple[str, ...]
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Shard(InputAction):
+    """Keep this rank's part of a whole tensor whose tokens are those of the streams, in that order."""
+
+    streams: tuple[str, ...]
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class ExpandThenShard(InputAction):
+    """Shard a tensor that has one row for a run of tokens (one for each frame), or one for all.
+
+    One row stays as it is. Otherwise ``S`` tokens share ``F`` rows in runs of ``S / F``, or of
+    ``S // F + 1`` with a shorter last run where that does not divide.
+    """
+
+    stream: str
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class LocalIndex(InputAction):
+    """An int that cuts the stream in two at a global index; becomes the index on this rank."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class LocalSlices(InputAction):
+    """A list of ``(start, stop, value)`` over the stream's tokens; becomes the list on this rank.
+
+    Args:
+        stream: The stream that the slices cover.
+        after: A stream whose tokens come before it in the same tensor. The model has added that
+            stream's length *on this rank* to global positions, and a slice from 0 covers it too.
+    """
+
+    stream: str
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class Replicated(InputAction):
+    """The argument has no token dim: every rank keeps it whole."""
+
+
+class MaskKeys(enum.Enum):
+    """What an attention mask that reaches the attention function covers."""
+
+    WHOLE = enum.auto()
+    """``[..., 1 | S, S]`` in canonical order; the model made it before the region."""
+    LOCAL = enum.auto()
+    """``[..., 1, carried]``: a key mask over this rank's tokens, the same values in every block."""
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """Exactly one attention over all tokens of the streams, whose local order is given, runs inside."""
+
+    streams: tuple[str, ...]
+    mask: MaskKeys = MaskKeys.WHOLE
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """Attention of this rank's queries over keys that every rank has whole; needs no communication."""
+
+
+AttentionRole = SelfAttention | LocalAttention
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Close the region: the module's output becomes the whole streams again on every rank.
+
+    Args:
+        streams: Streams of the output, in the order of its tokens.
+        discard: Streams of the region that the model needs no more.
+        dim: Token dim of the output.
+    """
+
+    streams: tuple[str, ...]
+    discard: tuple[str, ...] = ()
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """What happens at the modules that ``path`` selects (see ``module_paths``).
+
+    Args:
+        path: Dotted path with wildcards.
+        inputs: Done in this order. If any rule for a module has inputs, the rules together must name
+            *every* argument of its forward, so that an argument that a newer model class brings is an
+            error instead of a tensor left whole.
+        attention: Role of the attention that runs inside.
+        gather: Done to the output.
+    """
+
+    path: str
+    inputs: tuple[InputAction, ...] = ()
+    attention: AttentionRole | None = None
+    gather: Gather | None = None
+
+
+@dataclass(frozen=True)
+class ControlResiduals:
+    """ControlNet residuals that the model adds to a stream by ``stream[:, :n] += residual``.
+
+    Args:
+        argument: Argument of the whole model: a dict of lists of ``[B, n, C]`` or None.
+        keys: Lists of that dict that the model adds.
+        stream: The stream they are added to. They are cut when it opens.
+    """
+
+    argument: str
+    keys: tuple[str, ...]
+    stream: str
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How one model class runs in parallel.
+
+    Args:
+        name: For people.
+        class_path: Dotted path of the exact class; subclasses need plans of their own.
+        heads: Path of the attribute that holds the number of attention heads.
+        rules: In the order in which they apply.
+        methods: Parallel methods proven by the shared parity tester.
+        control: How ControlNet residuals enter, or None if the class reads none.
+        whole_sequence_patches: Names in ``transformer_options["patches"]`` that the class calls
+            outside the region, on whole tensors. Any other patch is refused.
+    """
+
+    name: str
+    class_path: str
+    heads: str
+    rules: tuple[ModuleRule, ...]
+    methods: frozenset[ParallelMethod]
+    control: ControlResiduals | None = None
+    whole_sequence_patches: frozenset[str] = frozenset()
