@@ -1,0 +1,29 @@
+"""Find the plan of a model class by its dotted path."""
+
+from __future__ import annotations
+
+from ..errors import RequestError
+from ..parallel.plan import ModelPlan
+from . import flux, qwen_image, wan
+
+PLANS: tuple[ModelPlan, ...] = (flux.PLAN, qwen_image.PLAN, wan.PLAN)
+
+
+def find_plan(class_path: str) -> ModelPlan:
+    """Return the plan of exactly this class; a subclass has another forward and is not covered.
+
+    Args:
+        class_path: For example ``comfy.ldm.flux.model.Flux``.
+
+    Raises:
+        RequestError: If there is none; the message lists the classes that have one.
+    """
+    for plan in PLANS:
+        if plan.class_path == class_path:
+            return plan
+    supported = ", ".join(f"{plan.name} ({plan.class_path})" for plan in PLANS)
+    raise RequestError(
+        f"parallel sampling of {class_path} was asked",
+        limit=f"Models with a parallel plan are {supported}",
+        way_out="Use one of them, or sample this model with a stock KSampler on one GPU",
+    )
