@@ -1,0 +1,164 @@
+"""The one tester that every plan passes: a parallel model gives what one rank gives."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comfyui_ferry.core.module_hooks import hook_names
+from comfyui_ferry.core.parallel import ModelPlan, ParallelHandle, parallelize
+from comfyui_ferry.core.parallel.plan import LocalAttention, SelfAttention
+from comfyui_ferry.core.plans import find_plan
+from torch import nn
+
+from .tiny_models import CASES, Inputs, TinyCase
+
+# fp32: ranks add the same numbers in another order. About 1e-6 is seen; a lost token gives 1e-2 or more.
+TOLERANCE = 1e-5
+
+
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    return ((output - reference).abs().max() / reference.abs().max()).item()
+
+
+def run_alone(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """Return the output of the model by itself."""
+    arguments = copied(inputs)
+    arguments.setdefault("transformer_options", {})
+    with torch.inference_mode():
+        return forward_of(model)(**arguments)
+
+
+def run_parallel(model: nn.Module, handle: ParallelHandle, inputs: Inputs) -> torch.Tensor:
+    """Return the output of the model on all ranks of the handle's group."""
+    arguments = copied(inputs)
+    options = dict(arguments.get("transformer_options") or {})
+    options["optimized_attention_override"] = handle.attention_override
+    arguments["transformer_options"] = options
+    with torch.inference_mode():
+        return handle.run(forward_of(model), **arguments)
+
+
+def rank_errors(model: nn.Module, plan: ModelPlan, inputs: Inputs, reference: torch.Tensor) -> dict[str, Any]:
+    """Run one rank of the tester and return what it saw.
+
+    The forward runs twice with different inputs between, so that nothing of one call may leak into
+    the next, and once more after ``remove()``.
+    """
+    handle = parallelize(model, plan, group=world_group())
+    before = copied(inputs)
+    errors = [relative_error(run_parallel(model, handle, inputs), reference) for _ in range(2)]
+    handle.remove()
+    return {
+        "errors": errors,
+        "inputs kept": same(before, inputs),
+        "restored": torch.equal(run_alone(model, inputs), reference),
+        "hooks left": [name for name, module in model.named_modules() if hook_names(module)],
+        "forwards left": [name for name, module in model.named_modules() if "forward" in module.__dict__],
+    }
+
+
+@dataclass(frozen=True)
+class CaseErrors:
+    """Relative errors of one case in one dtype.
+
+    Args:
+        parallel: All ranks against one rank, both in the dtype.
+        rounding: One rank in the dtype against one rank in fp32.
+        without_exchange: As ``parallel``, with every self-attention kept on its rank; infinite if the
+            model refuses that. A limit that this does not exceed would prove nothing.
+    """
+
+    parallel: float
+    rounding: float
+    without_exchange: float
+
+
+def named_case_errors(names: list[str], dtype: torch.dtype) -> dict[str, CaseErrors]:
+    """Build each case on this rank's device and return its errors."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    return {name: _case_errors(CASES[name], device, dtype) for name in names}
+
+
+def without_exchange(plan: ModelPlan) -> ModelPlan:
+    """Return the plan, broken: every self-attention stays on its rank."""
+    rules = [
+        replace(rule, attention=LocalAttention()) if isinstance(rule.attention, SelfAttention) else rule
+        for rule in plan.rules
+    ]
+    return replace(plan, rules=tuple(rules))
+
+
+def _case_errors(case: TinyCase, device: torch.device, dtype: torch.dtype) -> CaseErrors:
+    model = case.build().to(device)
+    inputs = moved(case.inputs(), device)
+    exact = run_alone(model, inputs)
+    model.to(dtype)
+    if hasattr(model, "patch_embedding"):  # Wan builds and runs this layer in fp32 whatever the rest is
+        model.patch_embedding.float()
+    # Embeddings multiply these by 1000: in bf16, 3500 has a spacing of 16, and rounding would hide all else.
+    scalars = {name: inputs[name] for name in ("timestep", "timesteps", "guidance") if name in inputs}
+    inputs = moved(inputs, dtype) | scalars
+    alone = run_alone(model, inputs).float()
+    plan = find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
+
+    def error_of(tried: ModelPlan) -> float:
+        handle = parallelize(model, tried, group=world_group())
+        try:
+            return relative_error(run_parallel(model, handle, inputs).float(), alone)
+        finally:
+            handle.remove()
+
+    parallel = error_of(plan)
+    try:
+        broken = error_of(without_exchange(plan))
+    except RuntimeError:  # a whole mask does not fit one rank's tokens
+        broken = math.inf
+    return CaseErrors(parallel, relative_error(alone, exact), broken)
+
+
+def world_group() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def forward_of(model: nn.Module) -> Any:
+    """Return the forward that the adapter calls: ComfyUI's inner one, else the module's."""
+    return getattr(model, "_forward", model)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of nested inputs that shares no tensor; functions are kept."""
+    return moved(value, None)
+
+
+def moved(value: Any, target: torch.device | torch.dtype | None) -> Any:
+    """Return a copy of nested inputs on a device or in a dtype (floating tensors only)."""
+    if isinstance(value, torch.Tensor):
+        skip = isinstance(target, torch.dtype) and not value.is_floating_point()
+        return value.clone() if target is None or skip else value.to(target, copy=True)
+    if isinstance(value, dict):
+        return {key: moved(item, target) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, target) for item in value)
+    return copy.copy(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether nested inputs are equal, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
