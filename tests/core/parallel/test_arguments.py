@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import inspect
+
+from comfyui_ferry.core.parallel.arguments import named_slots, slot_of
+
+
+def example(first, second, *rest, third=3, **more): ...
+
+
+SIGNATURE = inspect.signature(example)
+
+
+def test_a_slot_reads_and_replaces_by_position_or_name() -> None:
+    slot = named_slots(SIGNATURE)["second"]
+    assert slot.read((1, 2), {}) == 2
+    assert slot.read((1,), {"second": 5}) == 5
+    assert slot.read((1,), {}) is None
+    assert slot.replace((1, 2, 9), {"third": 4}, 7) == ((1, 7, 9), {"third": 4})
+    assert slot.replace((1,), {"second": 5}, 7) == ((1,), {"second": 7})
+
+
+def test_names_only_and_variable_arguments() -> None:
+    slots = named_slots(SIGNATURE)
+    assert set(slots) == {"first", "second", "third"}
+    assert slots["third"].position is None
+    assert slot_of(SIGNATURE, "control").read((1, 2, 3), {"control": "c"}) == "c"

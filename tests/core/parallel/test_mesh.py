@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.parallel import ParallelDims, build_mesh
+from ferry_support.ranks import run_ranks
+
+
+def test_world_size_is_the_product_of_all_degrees() -> None:
+    assert ParallelDims().world_size == 1
+    assert ParallelDims(cfg=2, tp=3, ring=5, ulysses=7).world_size == 210
+
+
+@pytest.mark.parametrize(
+    ("dims", "num_gpus", "parts"),
+    [
+        (ParallelDims(ulysses=2), 0, ["gpus=0"]),
+        (ParallelDims(ulysses=2), -1, ["gpus=-1"]),
+        (ParallelDims(ulysses=0), 2, ["ulysses_degree=0", "from 1 to 2"]),
+        (ParallelDims(cfg=-3), 2, ["cfg_degree=-3"]),
+        (ParallelDims(ring=2), 2, ["ring_degree=2", "cfg and ulysses"]),
+        (ParallelDims(tp=2), 2, ["tp_degree=2", "cfg and ulysses"]),
+        (ParallelDims(cfg=2, ulysses=2), 3, ["3 GPUs", "cfg 2 x ulysses 2 = 4", "Set gpus to 4"]),
+        (ParallelDims(), 2, ["2 GPUs", "= 1"]),
+    ],
+)
+def test_degrees_that_do_not_fit_name_the_numbers(
+    dims: ParallelDims, num_gpus: int, parts: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        dims.validate(num_gpus=num_gpus)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_fitting_degrees_pass() -> None:
+    ParallelDims(cfg=2, ulysses=3).validate(num_gpus=6)
+    ParallelDims().validate(num_gpus=1)
+
+
+def _layout(dims: ParallelDims) -> tuple[int, list[int] | None, float | None]:
+    layout = build_mesh(dims)
+    if layout.sequence_group is None:
+        return layout.cfg_branch, None, None
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=layout.sequence_group)
+    return layout.cfg_branch, dist.get_process_group_ranks(layout.sequence_group), total.item()
+
+
+def test_cfg_is_the_outermost_axis_and_sequence_groups_are_neighbours() -> None:
+    seen = run_ranks(_layout, 4, ParallelDims(cfg=2, ulysses=2))
+    assert seen == [(0, [0, 1], 1.0), (0, [0, 1], 1.0), (1, [2, 3], 5.0), (1, [2, 3], 5.0)]
+
+
+def test_a_rank_alone_with_its_sequence_has_no_group() -> None:
+    assert run_ranks(_layout, 2, ParallelDims(cfg=2)) == [(0, None, None), (1, None, None)]
+
+
+def test_mesh_refuses_degrees_that_do_not_fit_the_ranks() -> None:
+    with pytest.raises(AssertionError, match="RequestError"):
+        run_ranks(_layout, 2, ParallelDims(ulysses=3))
