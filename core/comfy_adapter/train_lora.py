@@ -144,7 +144,7 @@ def train_lora(
     dtype = training_dtype(model, request.compute_dtype)
     _LOG.info("training %d adapters on %d latents in %s", len(targets), len(samples), dtype)
     with borrowed_model(model, dtype=dtype, keep_on_host=request.offload.enabled) as patcher:
-        with _prepared(patcher, request) as run:
+        with prepared_model(patcher, request) as run:
             losses = run.train(samples, request.training, node_id=node_id)
         tensors = run.adapters.state_dict(prefix=_PREFIX, dtype=SAVE_DTYPES[request.save_dtype])
     verify_lora(model, tensors)
@@ -156,7 +156,7 @@ def train_lora(
 
 
 @dataclass(frozen=True)
-class _Run:
+class PreparedModel:
     """A model with everything on it that training needs."""
 
     patcher: Any
@@ -165,9 +165,10 @@ class _Run:
     manager: OffloadTrainingManager | None
 
     def train(self, samples: list[Sample], config: TrainingConfig, *, node_id: str | None) -> list[float]:
+        """Train the adapters and return the loss of every step."""
         device = self.patcher.load_device
         process = ComfyProcess(self.patcher, device, seed=config.seed)
-        self._rewrite(process, samples, seed=config.seed)
+        self.rewrite(process, samples, seed=config.seed)
         bar = comfy.utils.ProgressBar(config.steps)
 
         def report(step: int, loss: float) -> None:
@@ -181,7 +182,7 @@ class _Run:
         )
         return train(process, samples, self.adapters, config, device=device, callbacks=callbacks)
 
-    def _rewrite(self, process: ComfyProcess, samples: list[Sample], *, seed: int) -> None:
+    def rewrite(self, process: ComfyProcess, samples: list[Sample], *, seed: int) -> None:
         """Install the out-of-place methods, and prove that they compute the same."""
         batch = draw_batches(samples[:1], seed=seed, micro_step=0)[0]
         clean, noise = batch.clean.to(process.device), batch.noise.to(process.device)
@@ -196,7 +197,7 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _prepared(patcher: Any, request: TrainingRequest) -> Iterator[_Run]:
+def prepared_model(patcher: Any, request: TrainingRequest) -> Iterator[PreparedModel]:
     """Install, from the outside in: checkpointing, adapters, offloading, rewritten methods.
 
     A recomputed block has to fetch its weights again, so checkpointing is outside of offloading; the
@@ -226,7 +227,7 @@ def _prepared(patcher: Any, request: TrainingRequest) -> Iterator[_Run]:
             stack.callback(manager.remove)
         rewriting = OutOfPlace(denoiser)
         stack.callback(rewriting.remove)
-        yield _Run(patcher, adapters, rewriting, manager)
+        yield PreparedModel(patcher, adapters, rewriting, manager)
 
 
 def drawable(losses: list[float]) -> list[float]:

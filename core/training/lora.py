@@ -102,7 +102,11 @@ class LoraAdapters:
         return len(self._hooks)
 
     def __enter__(self) -> Self:
-        self.install()
+        try:
+            self.install()
+        except BaseException:
+            self.remove()
+            raise
         return self
 
     def __exit__(
@@ -161,8 +165,8 @@ class LoraAdapters:
             named = "; ".join(f"{path}: {why}" for path, why in list(dead.items())[:5]) or "all are unused"
             raise TrainingError(
                 f"{len(dead)} of {len(self._hooks)} adapters would never learn, so their part of the LoRA "
-                f"would be silently missing ({named}). Take these layers out of 'targets' with a leading '-', "
-                f"for example '-{next(iter(dead or unused))}'."
+                f"would be silently missing ({named}). Take these layers out of 'targets' with a leading "
+                f"'-', for example '-{next(iter(dead or unused))}'."
             )
         if unused:
             _LOG.info("left out %d layers of the last block without influence: %s", len(unused), unused)
@@ -173,10 +177,6 @@ class LoraAdapters:
         # The hook stays installed until remove(): it adds exactly zero.
         hook = self._hooks.pop(path)
         hook.adapter.requires_grad_(False)
-
-    def all_zero(self) -> list[str]:
-        """Return the paths whose adapter changes nothing."""
-        return [path for path, adapter in self.adapters().items() if not bool(adapter.lora_up.any())]
 
     def state_dict(self, *, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return host copies under the names that ComfyUI's own training node writes.

@@ -155,6 +155,7 @@ def rewrite(function: types.FunctionType) -> types.FunctionType | None:
     rewriter.visit(definition)
     if rewriter.count == 0:
         return None
+    ast.fix_missing_locations(definition)
     ast.increment_lineno(definition, function.__code__.co_firstlineno - definition.lineno)
     code = _compile(definition, function)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -167,7 +168,8 @@ def rewrite(function: types.FunctionType) -> types.FunctionType | None:
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        # Of the code object: `functools.wraps` would lead to the source of another function.
+        source = textwrap.dedent(inspect.getsource(function.__code__))
     except (OSError, TypeError):
         return None
     body = ast.parse(source).body
