@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.variable import Variable
 
 from ..errors import OffloadError
@@ -43,13 +44,13 @@ NO_TASK = -1
 
 
 def _exclusive(method: Callable[P, R]) -> Callable[P, R]:
-    """Run a method of the engine under its lock, without recording anything for autograd."""
+    """Run a method of the engine under its lock, unseen by autograd and by ``torch.func`` transforms."""
 
     @functools.wraps(method)
     def locked(*args: P.args, **kwargs: P.kwargs) -> R:
         engine = args[0]
         assert isinstance(engine, Engine)
-        with engine.lock, torch.no_grad():
+        with engine.lock, torch.no_grad(), temporarily_clear_interpreter_stack():
             return method(*args, **kwargs)
 
     return locked
@@ -245,6 +246,6 @@ def _check_trainable(bucket: Bucket) -> None:
         if tensor.tensor.requires_grad and not tensor.is_trainable:
             raise OffloadError(
                 f"{tensor.path} requires a gradient now but was frozen when it came under offload "
-                "management, so its gradient would be on the wrong device. Attach a new OffloadTrainingManager after "
-                "changing requires_grad."
+                "management, so its gradient would be on the wrong device. Attach a new "
+                "OffloadTrainingManager after changing requires_grad."
             )

@@ -73,10 +73,11 @@ class HostGradients:
         if parameter.grad is not None and parameter.grad.device.type != "cpu":
             _set_gradient(tensor, parameter.grad.to("cpu"))
         self._landings[id(parameter)] = _Landing(region)
-        reference = weakref.ref(tensor)
+        # Weak, because the garbage collector does not see into a tensor's hooks.
+        references = weakref.ref(self), weakref.ref(tensor)
         handles = [
-            parameter.register_hook(functools.partial(self._before, reference)),
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._after, reference)),
+            parameter.register_hook(functools.partial(_before_accumulation, *references)),
+            parameter.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, *references)),
         ]
         self._handles.append((weakref.ref(parameter), handles))
 
@@ -101,28 +102,21 @@ class HostGradients:
                 _drop_empty_hook_dicts(parameter)
         self._handles.clear()
 
-    def _before(self, reference: weakref.ref[PlainTensor], gradient: torch.Tensor) -> None:
-        tensor = reference()
-        if tensor is None:
-            return
+    def put_aside(self, tensor: PlainTensor) -> None:
+        """Keep the host gradient out of autograd's reach while a new one comes."""
         self._on_backward()
-        self._put_aside(tensor)
-
-    def _after(self, reference: weakref.ref[PlainTensor], parameter: torch.Tensor) -> None:
-        tensor = reference()
-        if tensor is None:
-            return
-        self._on_backward()
-        gradient = parameter.grad
-        if gradient is not None:
-            parameter.grad = None
-            self._entry(tensor).parts.append(self._send(tensor, gradient))
-
-    def _put_aside(self, tensor: PlainTensor) -> None:
         entry = self._entry(tensor)
         if tensor.tensor.grad is not None:
             entry.parts.append(tensor.tensor.grad)
             tensor.tensor.grad = None
+
+    def send_home(self, tensor: PlainTensor) -> None:
+        """Start the new gradient's way to the host."""
+        self._on_backward()
+        gradient = tensor.tensor.grad
+        if gradient is not None:
+            tensor.tensor.grad = None
+            self._entry(tensor).parts.append(self._send(tensor, gradient))
 
     def _entry(self, tensor: PlainTensor) -> _Arriving:
         return self._arriving.setdefault(id(tensor.tensor), _Arriving(tensor))
@@ -135,6 +129,22 @@ class HostGradients:
             host = self._landings[id(tensor.tensor)].like(gradient)
             self._transfer.send_gradient(gradient, host)
         return host
+
+
+_Owner = weakref.ref[HostGradients]
+_Tensor = weakref.ref[PlainTensor]
+
+
+def _before_accumulation(owner: _Owner, tensor: _Tensor, gradient: torch.Tensor) -> None:
+    gradients, managed = owner(), tensor()
+    if gradients is not None and managed is not None:
+        gradients.put_aside(managed)
+
+
+def _after_accumulation(owner: _Owner, tensor: _Tensor, parameter: torch.Tensor) -> None:
+    gradients, managed = owner(), tensor()
+    if gradients is not None and managed is not None:
+        gradients.send_home(managed)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

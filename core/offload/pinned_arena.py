@@ -19,6 +19,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -177,4 +178,8 @@ def _map_memory(nbytes: int) -> mmap.mmap:
 
 def _unregister(address: int, memory: mmap.mmap) -> None:
     del memory
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+    torch.cuda.check_error(int(_runtime().cudaHostUnregister(address)))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
