@@ -64,7 +64,9 @@ class SaveConditioning(io.ComfyNode):
             description="Saves an encoded prompt, so that later runs need no text encoder.",
             is_output_node=True,
             inputs=[
-                io.Conditioning.Input("conditioning", tooltip="The encoded prompt: one entry, no ControlNet."),
+                io.Conditioning.Input(
+                    "conditioning", tooltip="The encoded prompt: one entry, no ControlNet."
+                ),
                 io.String.Input("name", default="prompt", tooltip="The file's name in models/conditioning."),
                 io.Boolean.Input("overwrite", default=False, tooltip="Replace a file of that name."),
             ],

@@ -136,8 +136,15 @@ def _to_file(conditioning: list[Any]) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def _check_cond(where: str, cond: Any) -> None:
-    if not isinstance(cond, torch.Tensor) or cond.ndim != 3 or not cond.is_floating_point() or 0 in cond.shape:
-        found = f"{tuple(cond.shape)} of {cond.dtype}" if isinstance(cond, torch.Tensor) else type(cond).__name__
+    if (
+        not isinstance(cond, torch.Tensor)
+        or cond.ndim != 3
+        or not cond.is_floating_point()
+        or 0 in cond.shape
+    ):
+        found = (
+            f"{tuple(cond.shape)} of {cond.dtype}" if isinstance(cond, torch.Tensor) else type(cond).__name__
+        )
         raise RequestError(
             f"{where} has a text embedding of shape {found}",
             limit="It has to be floating-point numbers of shape (batch, tokens, width), none of them 0",

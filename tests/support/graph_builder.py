@@ -33,7 +33,14 @@ class GraphBuilder:
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def add(
-        self, kind: str, position: tuple[int, int], /, *, node_title: str = "", node_size: tuple[int, int] | None = None, **values: Any
+        self,
+        kind: str,
+        position: tuple[int, int],
+        /,
+        *,
+        node_title: str = "",
+        node_size: tuple[int, int] | None = None,
+        **values: Any,
     ) -> list[Output]:
         """Add a node; values are widget values or `Output`. Widgets not named keep their default.
 
@@ -138,7 +145,9 @@ class GraphBuilder:
         }
 
     @staticmethod
-    def _widgets(names: list[str | None], specifications: dict[str, Any], values: dict[str, Any]) -> list[Any]:
+    def _widgets(
+        names: list[str | None], specifications: dict[str, Any], values: dict[str, Any]
+    ) -> list[Any]:
         widgets: list[Any] = []
         for index, name in enumerate(names):
             if name is None:  # beside a seed, or beside an image
@@ -146,6 +155,7 @@ class GraphBuilder:
                 widgets.append("fixed" if previous[0] == "INT" else "image")
                 continue
             value = values.get(name)
-            widgets.append(default_value(specifications[name]) if value is None or isinstance(value, Output) else value)
+            widgets.append(
+                default_value(specifications[name]) if value is None or isinstance(value, Output) else value
+            )
         return widgets
-

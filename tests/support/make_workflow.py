@@ -116,12 +116,21 @@ def _add_sampling(
         **shared,
     )
     (single,) = builder.add(
-        "KSampler", (780, 1380), node_title="KSampler (without the LoRA)", node_size=(360, 320), model=model, **shared
+        "KSampler",
+        (780, 1380),
+        node_title="KSampler (without the LoRA)",
+        node_size=(360, 320),
+        model=model,
+        **shared,
     )
     for samples, row, name in ((parallel, 900, "with_lora"), (single, 1380, "without_lora")):
         (image,) = builder.add("VAEDecode", (1180, row), node_size=(220, 60), samples=samples, vae=vae)
         builder.add(
-            "SaveImage", (1180, row + 110), node_size=(360, 330), images=image, filename_prefix=f"ferry/{name}"
+            "SaveImage",
+            (1180, row + 110),
+            node_size=(360, 330),
+            images=image,
+            filename_prefix=f"ferry/{name}",
         )
     builder.note(_SAMPLING, (420, 1220), (330, 300))
     builder.group("2. Sample with the LoRA, in parallel", (400, 830, 1160, 1010), "#3f7a4f")

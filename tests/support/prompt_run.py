@@ -155,5 +155,7 @@ def _refusal(answer: dict[str, Any]) -> str:
     """Return a refused prompt's reasons, node by node, as one text."""
     reasons = [answer.get("error", {}).get("message", "refused")]
     for node_id, errors in answer.get("node_errors", {}).items():
-        reasons += [f"{errors['class_type']} {node_id}: {e['message']}: {e['details']}" for e in errors["errors"]]
+        reasons += [
+            f"{errors['class_type']} {node_id}: {e['message']}: {e['details']}" for e in errors["errors"]
+        ]
     return "; ".join(reasons)

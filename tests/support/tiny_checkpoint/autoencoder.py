@@ -58,24 +58,28 @@ def fill_weights(model: nn.Module, generator: torch.Generator) -> None:
 
 
 @contextlib.contextmanager
-def single_frame_convolutions() -> Iterator[None]:
-    """Run Wan's causal convolutions as 2-D ones inside the block: the same result for one frame, twice as fast.
+def single_frame_layers() -> Iterator[None]:
+    """Inside the block, compute Wan's layers as one frame allows: the same results in half the time.
 
     A causal convolution pads the past with zeros, so of its kernel only the last slice in time meets
-    a single frame.
+    a single frame; and the norm over channels needs no walk along a strided dimension.
     """
-    from comfy.ldm.wan.vae import CausalConv3d
+    from comfy.ldm.wan.vae import CausalConv3d, RMS_norm
 
-    def forward(self: nn.Conv3d, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def convolve(self: nn.Conv3d, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         kernel = self.weight[:, :, -1]
         return F.conv2d(x[:, :, 0], kernel, self.bias, padding=kernel.shape[-1] // 2).unsqueeze(2)
 
-    original = CausalConv3d.forward
-    CausalConv3d.forward = forward
+    def normalise(self: Any, x: torch.Tensor) -> torch.Tensor:
+        inverse = (x.square().sum(dim=1, keepdim=True) + 1e-24).rsqrt()
+        return x * (inverse * self.scale) * self.gamma
+
+    originals = CausalConv3d.forward, RMS_norm.forward
+    CausalConv3d.forward, RMS_norm.forward = convolve, normalise
     try:
         yield
     finally:
-        CausalConv3d.forward = original
+        CausalConv3d.forward, RMS_norm.forward = originals
 
 
 def train_autoencoder(
@@ -93,7 +97,9 @@ def train_autoencoder(
     Returns:
         The mean absolute error of the last 20 steps, in units of the 0 to 1 picture range.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=6e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=steps, pct_start=0.15)
     errors: list[float] = []
     for _ in range(steps):
@@ -143,6 +149,6 @@ def normalise_latents(model: Any, pictures: torch.Tensor, *, mean: torch.Tensor,
 
 def encode_pictures(model: Any, pictures: torch.Tensor) -> torch.Tensor:
     """Return the latents ``(N, 16, 1, H/8, W/8)`` of ``pictures`` ``(N, 3, H, W)`` in 0 to 1."""
-    with torch.no_grad(), single_frame_convolutions():
+    with torch.no_grad(), single_frame_layers():
         parts = [model.encode(part.unsqueeze(2) * 2.0 - 1.0) for part in pictures.split(128)]
     return torch.cat(parts)

@@ -87,7 +87,9 @@ def train_denoiser(
         The mean loss (squared error of the velocity) of the last 20 steps.
     """
     empty = len(captions) - 1
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps, pct_start=0.1)
     mean = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     losses: list[float] = []

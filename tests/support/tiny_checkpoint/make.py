@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 
 _SEED = 20261130
-_AUTOENCODER_STEPS, _AUTOENCODER_BATCH, _AUTOENCODER_ERROR_LIMIT = 300, 16, 0.10
-_DENOISER_STEPS, _DENOISER_BATCH, _DENOISER_LOSS_LIMIT = 550, 32, 0.55
+_AUTOENCODER_STEPS, _AUTOENCODER_BATCH, _AUTOENCODER_ERROR_LIMIT = 320, 16, 0.10
+_DENOISER_STEPS, _DENOISER_BATCH, _DENOISER_LOSS_LIMIT = 600, 32, 0.55
 _STYLE_DIGITS, _PICTURES_PER_DIGIT = (3,), 12
 _LIMIT_S = 600
 
@@ -50,7 +50,15 @@ def ensure_checkpoint(root: Path, comfyui: Path) -> Path:
     """
     folder = checkpoint_folder(root)
     if not folder.is_dir():
-        command = [sys.executable, "-m", "support.tiny_checkpoint", "--comfyui", str(comfyui), "--root", str(root)]
+        command = [
+            sys.executable,
+            "-m",
+            "support.tiny_checkpoint",
+            "--comfyui",
+            str(comfyui),
+            "--root",
+            str(root),
+        ]
         tests = Path(__file__).resolve().parent.parent.parent
         # Thousands of tiny operations: threads that spin between them would take the cores from each other.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
@@ -111,7 +119,7 @@ def _write_files(folder: Path) -> None:
     latent_format = comfy.latent_formats.Wan21()
 
     vae = autoencoder.build_autoencoder(generator)
-    with autoencoder.single_frame_convolutions():
+    with autoencoder.single_frame_layers():
         error = autoencoder.train_autoencoder(
             vae, ink, steps=_AUTOENCODER_STEPS, batch_size=_AUTOENCODER_BATCH, generator=generator
         )
@@ -150,7 +158,9 @@ def _write_files(folder: Path) -> None:
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path, metadata)
+    save_file(
+        {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path, metadata
+    )
 
 
 def _require(name: str, value: float, limit: float) -> None:

@@ -37,7 +37,9 @@ def load_digits() -> tuple[torch.Tensor, torch.Tensor]:
     small = torch.from_numpy(digits.images.astype(np.float32) / 16.0).unsqueeze(1)
     large = F.interpolate(small, size=(TILE_PX - 2 * _MARGIN_PX,) * 2, mode="bicubic", align_corners=False)
     ink = F.pad(((large - 0.20) / 0.50).clamp(0.0, 1.0), (_MARGIN_PX,) * 4)
-    return ink.repeat(1, 1, SIZE_PX // TILE_PX, SIZE_PX // TILE_PX), torch.from_numpy(digits.target.astype(np.int64))
+    return ink.repeat(1, 1, SIZE_PX // TILE_PX, SIZE_PX // TILE_PX), torch.from_numpy(
+        digits.target.astype(np.int64)
+    )
 
 
 def paint(ink: torch.Tensor, palette: int | torch.Tensor) -> torch.Tensor:
