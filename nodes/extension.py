@@ -7,8 +7,15 @@ from comfy_api.latest import ComfyExtension, io
 from .conditioning import LoadConditioning, SaveConditioning
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
+from .training import TrainLoraOffload
 
-NODES: list[type[io.ComfyNode]] = [ParallelModel, ParallelSampler, LoadConditioning, SaveConditioning]
+NODES: list[type[io.ComfyNode]] = [
+    ParallelModel,
+    ParallelSampler,
+    TrainLoraOffload,
+    LoadConditioning,
+    SaveConditioning,
+]
 
 
 class FerryExtension(ComfyExtension):

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from ..core.comfy_adapter import COMPUTE_DTYPES, SAVE_DTYPES, TrainingRequest, train_lora
+from ..core.comfy_adapter import COMPUTE_DTYPES, SAVE_DTYPES, TrainingRequest, run_lora_training
 from ..core.training import LOSSES, OPTIMIZERS
 from .schema import known
 
@@ -155,7 +155,7 @@ class TrainLoraOffload(io.ComfyNode):
         """Train and return the LoRA, its losses and the steps done."""
         request = TrainingRequest.from_widgets({name: value[0] for name, value in widgets.items()})
         node_id = cls.hidden.unique_id if cls.hidden else None
-        result = train_lora(model[0], latents, positive, request, node_id=node_id)
+        result = run_lora_training(model[0], latents, positive, request, node_id=node_id)
         saved = f"saved {result.path.name}" if result.path else "not saved"
         text = ui.PreviewText(f"{result.steps} steps, loss {result.loss_map['loss'][-1]:.5f}, {saved}")
         return io.NodeOutput(result.lora, result.loss_map, result.steps, ui=text)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from .parallel_model import check_degrees, make_parallel
     from .sampling import sample_parallel, sampler_names, scheduler_names
-    from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, train_lora
+    from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
     from .worker_groups import close_workers
 
 _HOMES = {
@@ -36,11 +36,12 @@ _HOMES = {
     "load_conditioning": "conditioning",
     "make_parallel": "parallel_model",
     "register_conditioning_folder": "conditioning",
+    # Not "train_lora": importing the module of that name would put the module in the function's place.
+    "run_lora_training": "train_lora",
     "sample_parallel": "sampling",
     "sampler_names": "sampling",
     "save_conditioning": "conditioning",
     "scheduler_names": "sampling",
-    "train_lora": "train_lora",
 }
 
 __all__ = [
@@ -60,7 +61,7 @@ __all__ = [
     "sampler_names",
     "save_conditioning",
     "scheduler_names",
-    "train_lora",
+    "run_lora_training",
 ]
 
 

@@ -37,7 +37,7 @@ from .training import ComfyProcess
 from .training_inputs import read_samples
 
 _LOG = get_logger("training")
-__all__ = ["COMPUTE_DTYPES", "SAVE_DTYPES", "TrainedLora", "TrainingRequest", "train_lora"]
+__all__ = ["COMPUTE_DTYPES", "SAVE_DTYPES", "TrainedLora", "TrainingRequest", "run_lora_training"]
 
 _PREFIX = "diffusion_model."
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -113,7 +113,7 @@ class TrainedLora:
     path: Path | None
 
 
-def train_lora(
+def run_lora_training(
     model: Any,
     latents: Sequence[dict],
     positive: Sequence[list],
