@@ -18,16 +18,13 @@ if TYPE_CHECKING:
     from .transfer import Transfer
 
 
-# No bucket ever has this stamp.
-STALE = -1
-
-
 class Segment:
     """Bytes that one or several overlapping tensors share.
 
     Attributes:
         nbytes: Length.
         offset_bytes: Start inside the bucket.
+        index: Place among the bucket's segments.
         host: The master, uint8 ``[nbytes]``, with a storage of its own.
         tensors: Who uses these bytes.
         bucket: The bucket that it is part of.
@@ -36,8 +33,9 @@ class Segment:
     def __init__(self, nbytes: int, tensors: list[ManagedTensor]) -> None:
         self.nbytes = nbytes
         self.offset_bytes = 0
+        self.index = 0
         self.tensors = tensors
-        self.host = torch.empty(0, dtype=torch.uint8)
+        self.host = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.bucket: Bucket | None = None
         self._elsewhere: torch.Tensor | None = None
 
@@ -69,12 +67,13 @@ class Bucket:
         self.name = name
         self.segments = segments
         self.nbytes = 0
-        for segment in segments:
+        for index, segment in enumerate(segments):
+            segment.index = index
             segment.offset_bytes = self.nbytes
             segment.bucket = self
             self.nbytes += align(segment.nbytes)
         self.tensors = list({id(t): t for segment in segments for t in segment.tensors}.values())
-        self.host = torch.empty(0, dtype=torch.uint8)
+        self.host = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.slot: Slot | None = None
         self.pins = 0
         self.is_bound = False
@@ -84,10 +83,6 @@ class Bucket:
         self.host = region.tensor(0, self.nbytes)
         for segment in self.segments:
             segment.host = region.tensor(segment.offset_bytes, segment.nbytes)
-
-    def stamp(self) -> int:
-        """Return a number that grows with every change of content that autograd knows of."""
-        return sum(tensor.version() for tensor in self.tensors)
 
     def bind(self) -> None:
         """Point every tensor at the slot."""
@@ -101,7 +96,7 @@ class Bucket:
         assert self.slot is not None
         self.is_bound = False
         changed: dict[int, Segment] = {}
-        slot_is_stale = False
+        replaced_segments: list[Segment] = []
         for tensor in self.tensors:
             for segment, replaced in tensor.unbind():
                 if replaced is None:
@@ -109,10 +104,12 @@ class Bucket:
                 else:
                     tensor.host_views[0].copy_(replaced)
                     tensor.generation += 1
-                    slot_is_stale = True
+                    replaced_segments.append(segment)
         for segment in changed.values():
             transfer.write_back(self._in_slot(segment), segment.host)
-        self.slot.stamp = STALE if slot_is_stale else self.stamp()
+        self.slot.note_content(self)
+        for segment in replaced_segments:
+            self.slot.versions[segment.index] = None
 
     def segment_at(self, offset_bytes: int) -> Segment:
         """Return the segment that holds this byte of the bucket."""

@@ -111,6 +111,15 @@ def _memory_refusal(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"It is {kind}; only dense memory moves", "Make it dense"
     if tensor.is_conj() or tensor.is_neg():
         return "It is a lazy conjugate or negative view", "Call resolve_conj() or resolve_neg() first"
-    if tensor.numel() and (not torch._C._has_storage(tensor) or tensor.untyped_storage().data_ptr() == 0):
+    if tensor.numel() and not _has_memory(tensor):
         return "It has no memory of its own, and no __tensor_flatten__ that leads to some", "Unwrap it first"
     return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if not torch._C._has_storage(tensor):
+        return False
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # torch's answer for a wrapper's storage
+        return False

@@ -19,11 +19,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.variable import Variable
 
 from ..errors import OffloadError
-from .buckets import Bucket
+from .buckets import Bucket, Segment
 from .config import OffloadConfig
 from .gradients import HostGradients
 from .hooks import Scope, TaskEnd, Unit, tensors_in
@@ -33,6 +32,7 @@ from .residency import Residency
 from .saved_tensors import SavedTensorHooks
 from .store import Store
 from .transfer import make_transfer
+from .unobserved import run_unobserved
 
 if TYPE_CHECKING:
     from .manager import OffloadTrainingManager
@@ -44,14 +44,14 @@ NO_TASK = -1
 
 
 def _exclusive(method: Callable[P, R]) -> Callable[P, R]:
-    """Run a method of the engine under its lock, unseen by autograd and by ``torch.func`` transforms."""
+    """Run a method of the engine under its lock, unobserved."""
 
     @functools.wraps(method)
     def locked(*args: P.args, **kwargs: P.kwargs) -> R:
         engine = args[0]
         assert isinstance(engine, Engine)
-        with engine.lock, torch.no_grad(), temporarily_clear_interpreter_stack():
-            return method(*args, **kwargs)
+        with engine.lock:
+            return run_unobserved(method, *args, **kwargs)
 
     return locked
 
@@ -95,6 +95,14 @@ class Engine:
             self.leave(scope)
             raise
         return scope
+
+    def is_covered(self, unit: Unit) -> bool:
+        """Return whether the forward around this one has the unit and its hooks in place already."""
+        scopes = self._scopes()
+        if not scopes or not unit.buckets or not self.saved_tensors.is_innermost():
+            return False
+        pinned = scopes[-1].buckets
+        return all(id(bucket) in pinned for bucket in unit.buckets)
 
     def leave(self, scope: Scope) -> None:
         """Close a forward's scope; what nobody else needs leaves the target or is cached."""
@@ -156,11 +164,14 @@ class Engine:
 
     @_exclusive
     def reopen(
-        self, bucket: Bucket, make_view: Callable[[torch.UntypedStorage], torch.Tensor]
+        self,
+        bucket: Bucket,
+        segment: Segment,
+        make_view: Callable[[torch.UntypedStorage], torch.Tensor],
     ) -> torch.Tensor:
-        """Bring a saved weight in again and return its view."""
+        """Bring a saved weight, part of ``segment``, in again and return its view."""
         task = self._note_task()
-        slot = self.residency.fetch(bucket)
+        slot = self.residency.fetch(bucket, segment)
         view = make_view(slot.storage)
         if bucket.pins == 0:
             # Outside a backward (somebody inspects a graph) nothing would end it: the view holds the slot.

@@ -46,7 +46,7 @@ class _Landing:
         nbytes = shape.numel() * shape.dtype.itemsize
         if nbytes <= self._memory.numel() and self._use_count() == self._idle_count:
             return view_of_storage(self._storage, shape.dtype, 0, shape.size(), shape.stride())
-        return torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
+        return torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device="cpu")
 
     def _use_count(self) -> int:
         return torch._C._storage_Use_Count(self._storage._cdata)

@@ -25,6 +25,7 @@ from .saved_tensors import check_torch
 from .stats import OffloadStats
 from .tensors import Entry, ManagedTensor, make_managed
 from .units import UnitPlan, has_forward, owned_tensors, plan_units
+from .unobserved import unobserved
 
 _log = get_logger("offload")
 
@@ -124,7 +125,7 @@ class OffloadTrainingManager:
                 "Call it after they have ended."
             )
         self._engine = None
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with unobserved():
             engine.end_all_tasks()
             engine.gradients.remove()
             engine.store.restore()
@@ -190,7 +191,7 @@ class OffloadTrainingManager:
         self._engine = engine
         self._model_ref = weakref.ref(model)
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with unobserved():
                 self._manage(model, engine)
         except BaseException:
             self.remove()

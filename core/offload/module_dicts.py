@@ -59,12 +59,14 @@ class ManagedDict(dict):
     def __setitem__(self, name: str, value: torch.Tensor | None) -> None:
         before = dict.get(self, name)
         dict.__setitem__(self, name, value)
+        self.original[name] = value  # not kept alive there once it is replaced here
         if before is not value:
             self.engine.entry_changed(self, name, before)
 
     def __delitem__(self, name: str) -> None:
         before = dict.get(self, name)
         dict.__delitem__(self, name)
+        del self.original[name]
         self.engine.entry_changed(self, name, before)
 
     @override

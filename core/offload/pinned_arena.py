@@ -48,7 +48,7 @@ class HostRegion:
         """Return bytes ``offset .. offset + nbytes`` as uint8 ``[nbytes]`` with a storage of its own."""
         with torch.inference_mode(False):
             if nbytes == 0:
-                return torch.empty(0, dtype=torch.uint8)
+                return torch.empty(0, dtype=torch.uint8, device="cpu")
             start = self._offset + offset
             view = memoryview(self._chunk.memory)[start : start + nbytes]
             return torch.frombuffer(view, dtype=torch.uint8)
@@ -69,11 +69,9 @@ class _Chunk:
         return self.nbytes if self._unpin is not None and self._unpin.alive else 0
 
     def pin(self) -> None:
-        runtime = torch.cuda.cudart()
         try:
-            torch.cuda.check_error(
-                int(runtime.cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE))
-            )
+            code = _runtime().cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE)
+            torch.cuda.check_error(int(code))
         except RuntimeError as error:
             raise OffloadError(
                 f"Pinning {self.nbytes} bytes of host memory failed: {error}. The system limits pinned "

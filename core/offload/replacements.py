@@ -139,7 +139,7 @@ def _is_unused(old: ManagedTensor) -> bool:
     """Return whether the engine is the last to hold the old tensor object."""
     reference = weakref.ref(old.tensor)
     version = old.version()
-    old.tensor = torch.empty(0)
+    old.tensor = torch.empty(0, device="cpu")
     survivor = reference()
     if survivor is not None:
         old.tensor = survivor

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from .buckets import STALE, Bucket
+import torch
+
+from .buckets import Bucket, Segment
 from .slots import Slot, SlotPool
 from .transfer import Transfer
 
@@ -46,14 +48,16 @@ class Residency:
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def slot_at(self, address: int) -> Slot | None:
-        """Return the slot whose memory starts at ``address`` and whose content is known."""
-        slot = self._by_address.get(address)
-        return slot if slot is not None and slot.stamp != STALE else None
+        """Return the slot in use, or still viewed, whose memory starts at ``address``."""
+        return self._by_address.get(address)
 
-    def fetch(self, bucket: Bucket) -> Slot:
-        """Make the bucket's current content readable in a slot, on the current stream."""
+    def fetch(self, bucket: Bucket, segment: Segment | None = None) -> Slot:
+        """Make the current content of ``segment`` (None: of the whole bucket) readable in a slot.
+
+        It is readable on the current stream.
+        """
         slot = bucket.slot
-        if slot is not None and not bucket.is_bound and slot.stamp != bucket.stamp():
+        if slot is not None and not bucket.is_bound and not slot.is_current(segment):
             self.drop(bucket)
             slot = None
         if slot is None:
@@ -98,18 +102,26 @@ class Residency:
     def _load(self, bucket: Bucket) -> Slot:
         self._sweep()
         self._make_room(bucket.nbytes)
-        slot = self.pool.acquire(bucket.nbytes)
-        slot.bucket = bucket
-        slot.stamp = bucket.stamp()
+        slot = self._acquire(bucket.nbytes)
+        slot.note_content(bucket)
         self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
         self._by_address[slot.address] = slot
         self._streamed_in_bytes += bucket.nbytes
         self.note_peak()
         return slot
 
+    def _acquire(self, nbytes: int) -> Slot:
+        try:
+            return self.pool.acquire(nbytes)
+        except torch.OutOfMemoryError:
+            # What is only kept for speed must not be the reason; if it was not, this raises again.
+            self.drop_cached()
+            self.pool.trim(0)
+            return self.pool.acquire(nbytes)
+
     def _revive(self, bucket: Bucket) -> Slot | None:
         for slot in self._held:
-            if slot.bucket is bucket and slot.stamp == bucket.stamp():
+            if slot.bucket is bucket and slot.is_current():
                 self._held.remove(slot)
                 return slot
         return None

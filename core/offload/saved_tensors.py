@@ -157,7 +157,7 @@ class _HookPair:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SlotHandle):
             packed.check()
-            return self.engine.reopen(packed.bucket, packed.view)
+            return self.engine.reopen(packed.bucket, packed.segment, packed.view)
         if isinstance(packed, _OuterValue):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapper):
@@ -171,10 +171,11 @@ class _HookPair:
         if slot is None or slot.bucket is None:
             return None
         bucket = slot.bucket
-        if slot is not bucket.slot and slot.stamp != bucket.stamp():
-            return None  # a view of older content that somebody kept: it stays as it is
         offset = int(tensor.storage_offset())
         segment = bucket.segment_at(offset * tensor.dtype.itemsize)
+        is_in_use = slot is bucket.slot and bucket.is_bound
+        if not is_in_use and not slot.is_current(segment):
+            return None  # a view of older content that somebody kept: it stays as it is
         return _SlotHandle(
             bucket=bucket,
             segment=segment,
@@ -201,18 +202,20 @@ class SavedTensorHooks:
         Nothing is pushed where hooks are disabled (``torch.func`` transforms): views of slots are
         saved then, and their slots stay held.
         """
-        if not _autograd._saved_tensors_hooks_is_enabled():
+        if self.is_innermost():
             return False
         outer = _autograd._top_saved_tensors_default_hooks(True)
-        if outer is None:
-            pair = self._alone
-        else:
-            top = getattr(outer[0], "__self__", None)
-            if isinstance(top, _HookPair) and top.engine is self._engine:
-                return False
-            pair = _HookPair(self._engine, outer)
+        pair = self._alone if outer is None else _HookPair(self._engine, outer)
         _autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
         return True
+
+    def is_innermost(self) -> bool:
+        """Return whether there is nothing to push: ours are on top, or hooks are disabled."""
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            return True
+        outer = _autograd._top_saved_tensors_default_hooks(True)
+        top = None if outer is None else getattr(outer[0], "__self__", None)
+        return isinstance(top, _HookPair) and top.engine is self._engine
 
     def pop(self) -> None:
         """Take back the last push."""

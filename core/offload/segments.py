@@ -64,8 +64,10 @@ def view_of_storage(
     Always an ordinary tensor, also under ``torch.inference_mode``: an inference tensor could not
     be given to a parameter that autograd uses.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return view_of_storage(storage, dtype, offset, size, stride)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

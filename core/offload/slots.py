@@ -15,7 +15,7 @@ import torch
 from .transfer import Transfer
 
 if TYPE_CHECKING:
-    from .buckets import Bucket
+    from .buckets import Bucket, Segment
 
 # A free slot is reused for anything down to half its size; below this, whatever the ratio.
 _SMALL_BYTES = 2**20
@@ -28,7 +28,7 @@ class Slot:
     Attributes:
         flat: The memory, uint8 ``[capacity]``.
         bucket: Whose bytes are in it, or None while it is free.
-        stamp: ``bucket.stamp()`` when they were copied.
+        versions: Version of each of its segments at the time; None where the slot's bytes are out of date.
     """
 
     def __init__(self, transfer: Transfer, nbytes: int) -> None:
@@ -36,7 +36,7 @@ class Slot:
         self.storage = self.flat.untyped_storage()
         self.lease = transfer.open_lease()
         self.bucket: Bucket | None = None
-        self.stamp = 0
+        self.versions: list[int | None] = []
         self._idle_count = self._use_count()
 
     @property
@@ -48,6 +48,18 @@ class Slot:
     def address(self) -> int:
         """Where the memory starts; the key that saved tensors are recognised by."""
         return self.storage.data_ptr()
+
+    def note_content(self, bucket: Bucket) -> None:
+        """Record that the slot holds the bucket's bytes as they are now."""
+        self.bucket = bucket
+        self.versions = [segment.version() for segment in bucket.segments]
+
+    def is_current(self, segment: Segment | None = None) -> bool:
+        """Return whether the bytes of ``segment`` (None: of the whole bucket) are the master's."""
+        assert self.bucket is not None
+        if segment is not None:
+            return self.versions[segment.index] == segment.version()
+        return self.versions == [each.version() for each in self.bucket.segments]
 
     def is_viewed(self) -> bool:
         """Return whether any tensor besides the engine's own uses this memory."""

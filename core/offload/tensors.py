@@ -263,6 +263,9 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
             tensor.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
         return
+    if type(tensor) in (torch.Tensor, nn.Parameter) and not torch.is_inference_mode_enabled():
+        tensor.data = value
+        return
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
         tensor.data = value
 

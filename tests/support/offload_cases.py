@@ -308,7 +308,9 @@ class Int8Weight(torch.Tensor):
             return Int8Weight(args[0].values, args[0].scale)
         if func is torch.ops.aten.clone.default:
             return Int8Weight(args[0].values.clone(), args[0].scale.clone())
-        plain = torch.utils._pytree.tree_map_only(Int8Weight, lambda t: t.values * t.scale, (args, kwargs or {}))
+        plain = torch.utils._pytree.tree_map_only(
+            Int8Weight, lambda t: t.values * t.scale, (args, kwargs or {})
+        )
         return func(*plain[0], **plain[1])
 
 

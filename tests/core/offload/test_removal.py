@@ -189,7 +189,9 @@ def test_managers_of_separate_models_nest_in_one_graph():
         outer(inputs(0)).square().mean().backward()
     for manager in managers:
         assert manager.resident_bytes == manager.resident_set_bytes
-    for mine, other in zip([*a.parameters(), *b.parameters()], [*plain_a.parameters(), *plain_b.parameters()]):
+    for mine, other in zip(
+        [*a.parameters(), *b.parameters()], [*plain_a.parameters(), *plain_b.parameters()], strict=True
+    ):
         assert (mine.grad is None) == (other.grad is None)
         if other.grad is not None:
             assert_close(mine.grad, other.grad)
@@ -253,7 +255,9 @@ def test_copies_of_a_managed_model_are_plain(name, how):
             copied = torch.load(file, weights_only=False)
         with torch.no_grad():
             model(inputs(1))
-    assert all(type(module._parameters) is dict and type(module._buffers) is dict for module in copied.modules())
+    assert all(
+        type(module._parameters) is dict and type(module._buffers) is dict for module in copied.modules()
+    )
     assert {p.data_ptr() for p in copied.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
     with torch.no_grad():
         assert_close(copied(inputs(0)), expected)

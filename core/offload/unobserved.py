@@ -1,0 +1,52 @@
+"""Run the engine's own tensor operations where nothing that watches the model sees them.
+
+Autograd would record them, a ``torch.func`` transform would wrap what they make, a dispatch mode
+(selective checkpointing counts operations) or a default device would change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Switch off grad mode, function overrides, dispatch modes and functional transforms."""
+    with ExitStack() as stack:
+        if peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            yield
+
+
+def run_unobserved(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call ``function`` within ``unobserved()``; quick when only grad mode has to be switched off."""
+    if _is_observed():
+        with unobserved():
+            return function(*args, **kwargs)
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
+def _is_observed() -> bool:
+    return (
+        peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+    )
