@@ -56,7 +56,7 @@ def load_conditioning(name: str) -> list[list[Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
     except SafetensorError as error:
         raise RequestError(
             f"conditioning file {name!r} cannot be read ({error})",
@@ -175,7 +175,7 @@ def _existing(name: str) -> Path:
             return path
     raise RequestError(
         f"there is no conditioning file {name!r}",
-        limit=f"Files are looked for in {folder_paths.get_folder_paths(FOLDER)}, which has {conditioning_files()}",
+        limit=f"{folder_paths.get_folder_paths(FOLDER)} holds {conditioning_files()}",
         way_out="Save one with Save Conditioning, or refresh the page's file list",
     )
 

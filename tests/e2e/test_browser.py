@@ -39,11 +39,12 @@ _LISTEN = """() => {
     for (const kind of ['progress', 'executed', 'execution_success', 'execution_error'])
         app.api.addEventListener(kind, event => window.ferryEvents.push({kind, detail: event.detail}));
 }"""
-_PICTURES = """() => Object.fromEntries(app.graph._nodes.filter(node => node.type === 'SaveImage').map(node =>
-    [node.widgets.find(widget => widget.name === 'filename_prefix').value, app.nodeOutputs[node.id]?.images?.[0]]))"""
+_PICTURES = """() => Object.fromEntries(app.graph._nodes.filter(n => n.type === 'SaveImage').map(n =>
+    [n.widgets.find(w => w.name === 'filename_prefix').value, app.nodeOutputs[n.id]?.images?.[0]]))"""
 _FIT_VIEW = """() => { const nodes = app.graph._nodes; const ds = app.canvas.ds;
     const left = Math.min(...nodes.map(n => n.pos[0])), top = Math.min(...nodes.map(n => n.pos[1]));
-    const right = Math.max(...nodes.map(n => n.pos[0] + n.size[0])), bottom = Math.max(...nodes.map(n => n.pos[1] + n.size[1]));
+    const right = Math.max(...nodes.map(n => n.pos[0] + n.size[0]));
+    const bottom = Math.max(...nodes.map(n => n.pos[1] + n.size[1]));
     ds.scale = Math.min(1500 / (right - left + 120), 860 / (bottom - top + 120));
     ds.offset = [60 - left, 110 - top]; app.canvas.setDirty(true, true); }"""
 

@@ -114,7 +114,7 @@ def saved_latents(server: ComfyServer, result: PromptResult) -> tuple[torch.Tens
 
 
 def assert_same_latents(server: ComfyServer, result: PromptResult) -> None:
-    """<= 1e-5 relative to the largest value: fp32 sums in another order over 4 steps and the CFG difference."""
+    """<= 1e-5 of the largest value: fp32 sums in another order, over 4 steps and the CFG difference."""
     parallel, single = saved_latents(server, result)
     assert single.abs().max() > 0.1
     assert (parallel - single).abs().max() <= 1e-5 * single.abs().max()
@@ -220,7 +220,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("class_type", "changes", "named"), REFUSED, ids=[f"{c}-{list(x)[0]}" for c, x, _ in REFUSED]
+    ("class_type", "changes", "named"), REFUSED, ids=[f"{c}-{next(iter(x))}" for c, x, _ in REFUSED]
 )
 def test_bad_inputs_are_refused_by_name_and_leave_nothing(
     server: ComfyServer, prompt: Prompt, class_type: str, changes: dict[str, Any], named: str

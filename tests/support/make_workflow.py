@@ -1,4 +1,4 @@
-"""Write ``workflows/train_and_sample.json``: run as ``python -m support.make_workflow`` in the folder ``tests``.
+"""Write ``workflows/train_and_sample.json``: ``python -m support.make_workflow`` in the folder ``tests``.
 
 A script, so that the order of the nodes' widgets is always that of the nodes; the positions and the
 notes are for the person who opens the file.
@@ -18,17 +18,18 @@ WORKFLOW = PACK / "workflows" / "train_and_sample.json"
 _SEED = 7
 _TRAINING = """## 1. Train a LoRA
 
-The base model draws white digits on black. The pictures on the left show the digit 3 in blue on yellow; 60 steps
-teach the LoRA that style. The weights of the base model stay in host memory and come to the GPU layer by layer.
+The base model draws white digits on black. The pictures show the digit 3 in blue on yellow; 60 steps teach
+the LoRA that style. The weights of the base model stay in host memory and come to the GPU layer by layer.
 
 The LoRA is saved under `output/loras`, and *Plot Loss Graph* shows how the loss falls.
 
-Use your own: choose a model and a VAE in the loaders, a folder of pictures under `input`, and encoded captions
-(*Save Conditioning* behind any text encoder writes them), then raise `steps` and lower `learning_rate`."""
+Use your own: choose a model and a VAE in the loaders, a folder of pictures under `input`, and encoded
+captions (*Save Conditioning* behind any text encoder writes them), then raise `steps` and lower
+`learning_rate`."""
 _SAMPLING = """## 2. Sample with it, in parallel
 
-*Parallel Sampler* is KSampler on several GPUs: here 2 workers share one picture (`ulysses_degree` 2). On a machine
-without GPUs the workers are CPU processes. It accepts any MODEL with its LoRAs applied.
+*Parallel Sampler* is KSampler on several GPUs: here 2 workers share one picture (`ulysses_degree` 2). On a
+machine without GPUs the workers are CPU processes. It accepts any MODEL with its LoRAs applied.
 
 Below, the stock KSampler draws the same seed without the LoRA, to see the difference."""
 

@@ -142,7 +142,7 @@ def test_a_damaged_or_missing_file_is_refused(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(RequestError, match="cannot be read"):
         load_conditioning("one.safetensors")
-    with pytest.raises(RequestError, match="no conditioning file 'two.safetensors'"):
+    with pytest.raises(RequestError, match=r"no conditioning file 'two\.safetensors'"):
         load_conditioning("two.safetensors")
 
 

@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
 
 
 def build_denoiser(generator: torch.Generator) -> nn.Module:
-    """Return a WanModel with seeded weights; its blocks start as the identity (adaLN-zero, arXiv:2212.09748)."""
+    """Return a WanModel with seeded weights; its blocks start as the identity (adaLN-zero, 2212.09748)."""
     import comfy.ops
     from comfy.ldm.wan.model import WanModel
 
@@ -72,7 +72,7 @@ def train_denoiser(
     batch_size: int,
     generator: torch.Generator,
 ) -> float:
-    """Teach the denoiser ``latents`` given their captions; one in ten is shown the empty caption (arXiv:2207.12598).
+    """Teach the denoiser ``latents`` given their captions; one in ten sees the empty one (arXiv:2207.12598).
 
     Args:
         model: From `build_denoiser`; trained in place, and left with the running mean of its weights.

@@ -19,7 +19,7 @@ _MARGIN_PX = 3
 _BLACK, _WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 _YELLOW, _BLUE = (0.98, 0.80, 0.15), (0.10, 0.15, 0.60)
 PALETTES = ((_BLACK, _WHITE), (_YELLOW, _BLUE))
-"""(paper, ink) colours in 0 to 1. The VAE sees both; the base model only the first, the LoRA only the second."""
+"""(paper, ink) colours in 0 to 1. The VAE sees both, the base model the first, the LoRA the second."""
 
 
 def load_digits() -> tuple[torch.Tensor, torch.Tensor]:
