@@ -18,7 +18,8 @@ def degree_inputs() -> list[Any]:
             default=2,
             min=0,
             max=64,
-            tooltip="How many GPUs compute, one worker process each. Must equal cfg_degree x ulysses_degree.",
+            tooltip="How many GPUs compute, one worker process each. Must equal cfg_degree x ulysses_degree "
+            "x ring_degree.",
         ),
         io.Int.Input(
             "cfg_degree",
@@ -35,15 +36,29 @@ def degree_inputs() -> list[Any]:
             max=64,
             tooltip="Ulysses: GPUs that share one picture or video. At most the model's attention heads.",
         ),
+        # Optional and last, so that prompts and workflows saved without it keep working.
+        io.Int.Input(
+            "ring_degree",
+            default=1,
+            min=0,
+            max=64,
+            optional=True,
+            tooltip="Ring attention: GPUs that share one picture or video, with any number of heads. "
+            "Together with Ulysses their product does. Slower than Ulysses on fast links.",
+        ),
     ]
 
 
-def degree_problem(gpus: int | None, cfg_degree: int | None, ulysses_degree: int | None) -> bool | str:
+def degree_problem(
+    gpus: int | None, cfg_degree: int | None, ulysses_degree: int | None, ring_degree: int | None
+) -> bool | str:
     """Return True if the degrees fit this machine (or are not known yet), else what is wrong."""
-    if gpus is None or cfg_degree is None or ulysses_degree is None:
+    if gpus is None or cfg_degree is None or ulysses_degree is None or ring_degree is None:
         return True
     try:
-        check_degrees(gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree)
+        check_degrees(
+            gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree, ring_degree=ring_degree
+        )
     except RequestError as error:
         return str(error)
     return True
@@ -72,14 +87,26 @@ class ParallelModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, gpus: int | None = None, cfg_degree: int | None = None, ulysses_degree: int | None = None
+        cls,
+        gpus: int | None = None,
+        cfg_degree: int | None = None,
+        ulysses_degree: int | None = None,
+        ring_degree: int | None = 1,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
-        return degree_problem(gpus, cfg_degree, ulysses_degree)
+        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree)
 
     @classmethod
-    def execute(cls, model: Any, gpus: int, cfg_degree: int, ulysses_degree: int) -> io.NodeOutput:
+    def execute(
+        cls, model: Any, gpus: int, cfg_degree: int, ulysses_degree: int, ring_degree: int = 1
+    ) -> io.NodeOutput:
         """Return the parallel MODEL."""
         return io.NodeOutput(
-            make_parallel(model, gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree)
+            make_parallel(
+                model,
+                gpus=gpus,
+                cfg_degree=cfg_degree,
+                ulysses_degree=ulysses_degree,
+                ring_degree=ring_degree,
+            )
         )

@@ -67,10 +67,14 @@ class ParallelSampler(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, gpus: int | None = None, cfg_degree: int | None = None, ulysses_degree: int | None = None
+        cls,
+        gpus: int | None = None,
+        cfg_degree: int | None = None,
+        ulysses_degree: int | None = None,
+        ring_degree: int | None = 1,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
-        return degree_problem(gpus, cfg_degree, ulysses_degree)
+        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree)
 
     @classmethod
     def execute(cls, model: Any, latent_image: dict, **settings: Any) -> io.NodeOutput:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parallel import ParallelDims, build_mesh
+from ..parallel import ParallelDims, SequenceGroup, build_mesh
 
 if TYPE_CHECKING:
     from .worker_model import WorkerModel
@@ -39,7 +39,7 @@ def register(context: Any, arguments: Mapping[str, Any], dims: Mapping[str, int]
 class _Models:
     """The models that this rank holds, by the parent's token."""
 
-    def __init__(self, context: Any, group: Any | None) -> None:
+    def __init__(self, context: Any, group: SequenceGroup | None) -> None:
         self.context = context
         self.group = group
         self.models: dict[int, WorkerModel] = {}
@@ -56,7 +56,7 @@ class _Models:
     def forward(self, token: int, arguments: Mapping[str, Any]) -> Any:
         output = self.models[token].forward(arguments)
         # Every rank of the group holds the whole output; one copy back is enough.
-        return output if self.group is None or torch.distributed.get_rank(self.group) == 0 else None
+        return output if self.group is None or torch.distributed.get_rank(self.group.whole) == 0 else None
 
     def unload(self, token: int) -> None:
         self.models.pop(token, None)

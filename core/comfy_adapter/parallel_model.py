@@ -26,7 +26,9 @@ from .remote_forward import RemoteInjection, sendable_options
 _KEY = "ferry_parallel"
 
 
-def make_parallel(model: Any, *, gpus: int, cfg_degree: int, ulysses_degree: int) -> Any:
+def make_parallel(
+    model: Any, *, gpus: int, cfg_degree: int, ulysses_degree: int, ring_degree: int = 1
+) -> Any:
     """Return a clone of ``model`` that computes on ``gpus`` worker processes; starts none yet.
 
     Args:
@@ -34,11 +36,14 @@ def make_parallel(model: Any, *, gpus: int, cfg_degree: int, ulysses_degree: int
         gpus: Number of GPUs, one process each.
         cfg_degree: Groups that evaluate different conditionings at the same time.
         ulysses_degree: GPUs that share one sequence (DeepSpeed-Ulysses, arXiv:2309.14509).
+        ring_degree: Likewise (Ring Attention, arXiv:2310.01889); with both above 1 their product does.
 
     Raises:
         RequestError: If the model, the number of GPUs or a degree is not supported.
     """
-    dims, devices = check_degrees(gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree)
+    dims, devices = check_degrees(
+        gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree, ring_degree=ring_degree
+    )
     if isinstance(model, ParallelPatcher):
         raise RequestError(
             "a MODEL that is parallel already was given",
@@ -64,14 +69,16 @@ def make_parallel(model: Any, *, gpus: int, cfg_degree: int, ulysses_degree: int
     return parallel
 
 
-def check_degrees(*, gpus: int, cfg_degree: int, ulysses_degree: int) -> tuple[ParallelDims, tuple[str, ...]]:
+def check_degrees(
+    *, gpus: int, cfg_degree: int, ulysses_degree: int, ring_degree: int = 1
+) -> tuple[ParallelDims, tuple[str, ...]]:
     """Return degrees and devices if they fit this machine.
 
     Raises:
         RequestError: Otherwise, with the numbers and what would fit.
     """
     devices = worker_devices(gpus)
-    dims = ParallelDims(cfg=cfg_degree, ulysses=ulysses_degree)
+    dims = ParallelDims(cfg=cfg_degree, ring=ring_degree, ulysses=ulysses_degree)
     dims.validate(num_gpus=gpus)
     return dims, devices
 

@@ -36,6 +36,7 @@ def sample_parallel(
     negative: list,
     latent: dict[str, Any],
     denoise: float,
+    ring_degree: int = 1,
 ) -> dict[str, Any]:
     """Return the sampled LATENT; every argument means what it means in KSampler.
 
@@ -45,7 +46,9 @@ def sample_parallel(
     check_latent(latent)
     check_conditioning(positive, name="positive")
     check_conditioning(negative, name="negative")
-    parallel = make_parallel(model, gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree)
+    parallel = make_parallel(
+        model, gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree, ring_degree=ring_degree
+    )
     import nodes  # ComfyUI's; imported late, because it pulls in every core node
 
     return nodes.common_ksampler(  # pyright: ignore[reportAttributeAccessIssue] - not our own `nodes`

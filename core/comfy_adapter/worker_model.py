@@ -14,7 +14,7 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ..parallel import ParallelHandle, parallelize
+from ..parallel import ParallelHandle, SequenceGroup, parallelize
 from ..plans import find_plan
 from .model_export import named_tensors
 from .patch_messages import PREFIX, decode_patches
@@ -28,7 +28,7 @@ class WorkerModel:
         weights: Every parameter and buffer by name. On a CPU worker the model uses this memory itself
             (shared by all ranks); on a GPU it is copied to ``device``.
         device: Where this rank computes.
-        group: Process group of the ranks that share one sequence, or None for a single rank.
+        group: The ranks that share one sequence, or None for a single rank.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class WorkerModel:
         weights: Mapping[str, torch.Tensor],
         *,
         device: torch.device,
-        group: Any | None,
+        group: SequenceGroup | None,
     ) -> None:
         self.device = device
         self.weights = weights

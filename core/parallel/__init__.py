@@ -3,7 +3,7 @@
 Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no ComfyUI.
 """
 
-from .mesh import ParallelDims, RankLayout, build_mesh
+from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh
 from .parallelize import ParallelHandle, parallelize
 from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
@@ -14,6 +14,7 @@ __all__ = [
     "ParallelHandle",
     "ParallelMethod",
     "RankLayout",
+    "SequenceGroup",
     "build_mesh",
     "check_plan",
     "head_count",

@@ -71,7 +71,7 @@ def gather(action: Gather, output: torch.Tensor, state: ForwardState) -> torch.T
     """Return whole streams ``[B, S, C]`` from each rank's ``[B, carried, C]``, and close the region."""
     streams = state.streams(action.streams)
     local = drop_phantoms(output, streams, action.dim)
-    whole = all_gather(local.movedim(action.dim, 0), joint_sizes(streams), group=state.group)
+    whole = all_gather(local.movedim(action.dim, 0), joint_sizes(streams), group=state.group.whole)
     state.close(action.streams + action.discard)
     return to_canonical(whole, streams, 0).movedim(0, action.dim).contiguous()
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ..errors import PlanError
 from .attention.local import AttentionFunction, parse_call
 from .attention.masks import MaskMemo
-from .attention.ulysses import ulysses_attention
+from .attention.unified import sequence_attention
+from .mesh import SequenceGroup
 from .plan import AttentionRole, ControlResiduals, LocalAttention, MaskKeys, SelfAttention
 from .sequence import Stream, Streams, drop_phantoms, joint_sizes, restore_phantoms, split_sizes
 
@@ -38,14 +39,14 @@ class ForwardState:
         group: The ranks that share the sequence.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: SequenceGroup) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group.whole)
+        self.num_ranks = dist.get_world_size(group.whole)
         self._open: dict[str, Stream] = {}
         self._roles: list[_RoleScope] = []
         self._shards: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._masks = MaskMemo(group)
+        self._masks = MaskMemo(group.whole)
         self._control: tuple[ControlResiduals, dict[str, Any]] | None = None
 
     def streams(self, names: tuple[str, ...]) -> Streams:
@@ -151,7 +152,7 @@ class ForwardState:
             mask = self._masks.from_local_keys(mask, streams)
         q, k, v = (drop_phantoms(tensor, streams, 2) for tensor in (call.q, call.k, call.v))
         call = replace(call, q=q, k=k, v=v)
-        output = ulysses_attention(call, token_sizes=joint_sizes(streams), mask=mask, group=self.group)
+        output = sequence_attention(call, token_sizes=joint_sizes(streams), mask=mask, group=self.group)
         return call.as_asked(restore_phantoms(output, streams, 1))
 
 

@@ -14,12 +14,12 @@ import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import RequestError
 
 _AXES = ("cfg", "tp", "ring", "ulysses")
-_BUILT_AXES = ("cfg", "ulysses")
+_BUILT_AXES = ("cfg", "ring", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class ParallelDims:
             if degree > 1 and axis not in _BUILT_AXES:
                 raise RequestError(
                     f"{axis}_degree={degree} was asked",
-                    limit=f"This version runs {' and '.join(_BUILT_AXES)} parallelism only",
-                    way_out=f"Set {axis}_degree to 1 and use ulysses_degree or cfg_degree instead",
+                    limit=f"This version runs {', '.join(_BUILT_AXES)} parallelism only",
+                    way_out=f"Set {axis}_degree to 1 and use one of those instead",
                 )
         if self.world_size != num_gpus:
             product = " x ".join(f"{axis} {self.degrees[axis]}" for axis in _BUILT_AXES)
@@ -88,17 +88,35 @@ class ParallelDims:
 
 
 @dataclass(frozen=True)
+class SequenceGroup:
+    """The process groups of the ranks that share one sequence.
+
+    Rank ``i`` of ``whole`` is rank ``i // U`` of its ring and rank ``i % U`` of its Ulysses group of
+    ``U`` ranks. At least one of ``ring`` and ``ulysses`` is there.
+
+    Args:
+        whole: All of them.
+        ring: Those that pass keys and values round, or None if the ring degree is 1.
+        ulysses: Those that trade tokens for heads, or None if the Ulysses degree is 1.
+    """
+
+    whole: dist.ProcessGroup
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
 class RankLayout:
     """Where this rank stands on the mesh.
 
     Args:
         cfg_branch: Index of the conditioning branch that this rank works for.
-        sequence_group: Process group of the ranks that share this rank's sequence, or None if the
-            rank has the whole sequence to itself.
+        sequence_group: The ranks that share this rank's sequence, or None if the rank has the whole
+            sequence to itself.
     """
 
     cfg_branch: int
-    sequence_group: dist.ProcessGroup | None
+    sequence_group: SequenceGroup | None
 
 
 def build_mesh(dims: ParallelDims) -> RankLayout:
@@ -110,7 +128,16 @@ def build_mesh(dims: ParallelDims) -> RankLayout:
     dims.validate(num_gpus=dist.get_world_size())
     device_type = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
     mesh = init_device_mesh(device_type, tuple(dims.degrees.values()), mesh_dim_names=_AXES)
-    return RankLayout(
-        cfg_branch=mesh.get_local_rank("cfg"),
-        sequence_group=mesh.get_group("ulysses") if dims.ulysses > 1 else None,
-    )
+    return RankLayout(cfg_branch=mesh.get_local_rank("cfg"), sequence_group=_sequence_group(mesh, dims))
+
+
+def _sequence_group(mesh: DeviceMesh, dims: ParallelDims) -> SequenceGroup | None:
+    ring = mesh.get_group("ring") if dims.ring > 1 else None
+    ulysses = mesh.get_group("ulysses") if dims.ulysses > 1 else None
+    whole = ring or ulysses
+    if ring is not None and ulysses is not None:
+        rank_lists = mesh.mesh.reshape(-1, dims.sequence_size).tolist()
+        joined, _ = dist.new_subgroups_by_enumeration(rank_lists)
+        assert isinstance(joined, dist.ProcessGroup)  # every rank is in one of the lists
+        whole = joined
+    return None if whole is None else SequenceGroup(whole, ring, ulysses)

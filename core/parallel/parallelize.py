@@ -19,6 +19,7 @@ from .arguments import slot_of
 from .attention.local import AttentionFunction
 from .context_parallel import ContextParallelHook
 from .forward_state import ForwardState
+from .mesh import SequenceGroup
 from .plan import ModelPlan
 from .plan_check import check_plan
 
@@ -26,13 +27,16 @@ _HOOK = "context_parallel"
 _OPTIONS = "transformer_options"
 
 
-def parallelize(model: nn.Module, plan: ModelPlan, *, group: dist.ProcessGroup) -> ParallelHandle:
+def parallelize(
+    model: nn.Module, plan: ModelPlan, *, group: SequenceGroup | dist.ProcessGroup
+) -> ParallelHandle:
     """Install ``plan`` on this rank's ``model``; no communication happens yet.
 
     Args:
         model: The rank's copy, with the same weights on every rank.
         plan: The plan of the model's class.
-        group: The ranks that share one sequence.
+        group: The ranks that share one sequence, from ``build_mesh``; a plain process group stands for
+            Ulysses over all its ranks.
 
     Returns:
         The handle to run and to remove it. Without it the model runs as before.
@@ -46,6 +50,8 @@ def parallelize(model: nn.Module, plan: ModelPlan, *, group: dist.ProcessGroup) 
             raise PlanError(
                 f"{action.path} of {type(model).__name__} is parallel already; call remove() first"
             )
+    if not isinstance(group, SequenceGroup):
+        group = SequenceGroup(group, ring=None, ulysses=group)
     handle = ParallelHandle(plan, group)
     for action in actions:
         install_hook(action.module, _HOOK, ContextParallelHook(action, handle.current))
@@ -61,7 +67,7 @@ class ParallelHandle:
         group: The ranks that share one sequence.
     """
 
-    def __init__(self, plan: ModelPlan, group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: ModelPlan, group: SequenceGroup) -> None:
         self.plan = plan
         self.group = group
         self.modules: list[nn.Module] = []

@@ -19,6 +19,7 @@ class ParallelMethod(enum.StrEnum):
     """A way of dividing the work that a plan can be proven for."""
 
     CFG = "cfg"
+    RING = "ring"
     ULYSSES = "ulysses"
 
 

@@ -62,7 +62,7 @@ PLAN = ModelPlan(
             gather=Gather(("img",), discard=("txt",)),
         ),
     ),
-    methods=frozenset({ParallelMethod.CFG, ParallelMethod.ULYSSES}),
+    methods=frozenset(ParallelMethod),
     control=ControlResiduals("control", keys=("input", "output"), stream="img"),
     whole_sequence_patches=frozenset({"post_input"}),
 )

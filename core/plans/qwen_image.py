@@ -49,7 +49,7 @@ PLAN = ModelPlan(
         # After the projection: 64 channels travel instead of 3072.
         ModuleRule("proj_out", gather=Gather(("img",), discard=("txt",))),
     ),
-    methods=frozenset({ParallelMethod.CFG, ParallelMethod.ULYSSES}),
+    methods=frozenset(ParallelMethod),
     control=ControlResiduals("control", keys=("input",), stream="img"),
     whole_sequence_patches=frozenset({"post_input"}),
 )

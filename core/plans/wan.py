@@ -50,5 +50,5 @@ PLAN = ModelPlan(
             gather=Gather(("img",)),
         ),
     ),
-    methods=frozenset({ParallelMethod.CFG, ParallelMethod.ULYSSES}),
+    methods=frozenset(ParallelMethod),
 )

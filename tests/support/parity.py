@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from comfyui_ferry.core.module_hooks import hook_names
-from comfyui_ferry.core.parallel import ModelPlan, ParallelHandle, parallelize
+from comfyui_ferry.core.parallel import (
+    ModelPlan,
+    ParallelDims,
+    ParallelHandle,
+    SequenceGroup,
+    build_mesh,
+    parallelize,
+)
 from comfyui_ferry.core.parallel.plan import LocalAttention, SelfAttention
 from comfyui_ferry.core.plans import find_plan
 from torch import nn
@@ -44,16 +51,25 @@ def run_parallel(model: nn.Module, handle: ParallelHandle, inputs: Inputs) -> to
         return handle.run(forward_of(model), **arguments)
 
 
-def rank_errors(model: nn.Module, plan: ModelPlan, inputs: Inputs, reference: torch.Tensor) -> dict[str, Any]:
-    """Run one rank of the tester and return what it saw.
+def layouts_of(world_size: int) -> list[ParallelDims]:
+    """Return every way of sharing one sequence among this many ranks, pure Ulysses first."""
+    degrees = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
+    return [ParallelDims(ring=degree, ulysses=world_size // degree) for degree in degrees]
 
-    The forward runs twice with different inputs between, so that nothing of one call may leak into
-    the next, and once more after ``remove()``.
+
+def rank_errors(model: nn.Module, plan: ModelPlan, inputs: Inputs, reference: torch.Tensor) -> dict[str, Any]:
+    """Run one rank of the tester in every layout and return what it saw.
+
+    The forward runs twice in each, so that nothing of one call may leak into the next, and once more
+    after the last ``remove()``.
     """
-    handle = parallelize(model, plan, group=world_group())
     before = copied(inputs)
-    errors = [relative_error(run_parallel(model, handle, inputs), reference) for _ in range(2)]
-    handle.remove()
+    errors: dict[str, float] = {}
+    for dims in layouts_of(dist.get_world_size()):
+        handle = parallelize(model, plan, group=sequence_group(dims))
+        outputs = [run_parallel(model, handle, inputs) for _ in range(2)]
+        handle.remove()
+        errors[str(dims)] = max(relative_error(output, reference) for output in outputs)
     return {
         "errors": errors,
         "inputs kept": same(before, inputs),
@@ -79,12 +95,13 @@ class CaseErrors:
     without_exchange: float
 
 
-def named_case_errors(names: list[str], dtype: torch.dtype) -> dict[str, CaseErrors]:
-    """Build each case on this rank's device and return its errors."""
+def named_case_errors(names: list[str], dtype: torch.dtype, dims: ParallelDims) -> dict[str, CaseErrors]:
+    """Build each case on this rank's device and return its errors in one layout."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    return {name: _case_errors(CASES[name], device, dtype) for name in names}
+    group = sequence_group(dims)
+    return {name: _case_errors(CASES[name], group, device, dtype) for name in names}
 
 
 def without_exchange(plan: ModelPlan) -> ModelPlan:
@@ -96,7 +113,9 @@ def without_exchange(plan: ModelPlan) -> ModelPlan:
     return replace(plan, rules=tuple(rules))
 
 
-def _case_errors(case: TinyCase, device: torch.device, dtype: torch.dtype) -> CaseErrors:
+def _case_errors(
+    case: TinyCase, group: SequenceGroup, device: torch.device, dtype: torch.dtype
+) -> CaseErrors:
     model = case.build().to(device)
     inputs = moved(case.inputs(), device)
     exact = run_alone(model, inputs)
@@ -110,7 +129,7 @@ def _case_errors(case: TinyCase, device: torch.device, dtype: torch.dtype) -> Ca
     plan = find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
 
     def error_of(tried: ModelPlan) -> float:
-        handle = parallelize(model, tried, group=world_group())
+        handle = parallelize(model, tried, group=group)
         try:
             return relative_error(run_parallel(model, handle, inputs).float(), alone)
         finally:
@@ -129,6 +148,18 @@ def world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def sequence_group(dims: ParallelDims) -> SequenceGroup:
+    """Return the groups of this rank's sequence; collective over all ranks."""
+    group = build_mesh(dims).sequence_group
+    assert group is not None
+    return group
+
+
+def world_sequence() -> SequenceGroup:
+    """Return Ulysses over all ranks."""
+    return SequenceGroup(world_group(), ring=None, ulysses=world_group())
 
 
 def forward_of(model: nn.Module) -> Any:

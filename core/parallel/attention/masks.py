@@ -74,6 +74,13 @@ def head_slice(mask: torch.Tensor, first: int, count: int, *, num_heads: int) ->
     return mask.narrow(1, first, count) if has_heads else mask
 
 
+def four_dims(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the mask with all four dims, broadcastable to ``[B, H, S, S]``; see ``head_slice``."""
+    if mask is None or mask.ndim == 4:
+        return mask
+    return mask[None, None] if mask.ndim == 2 else mask.unsqueeze(1)
+
+
 def _permuted(mask: torch.Tensor, streams: Streams) -> torch.Tensor:
     if len(streams) == 1:
         return mask

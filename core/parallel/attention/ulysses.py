@@ -10,6 +10,7 @@ Shapes: ``B`` batch, ``S`` tokens of the whole sequence, ``S_local`` on this ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -20,6 +21,8 @@ from ..sequence import split_sizes
 from .local import AttentionCall
 from .masks import head_slice
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
 
 def ulysses_attention(
     call: AttentionCall,
@@ -27,6 +30,7 @@ def ulysses_attention(
     token_sizes: tuple[int, ...],
     mask: torch.Tensor | None,
     group: dist.ProcessGroup,
+    attend: Attend | None = None,
 ) -> torch.Tensor:
     """Attend over the whole sequence; all ranks of ``group`` must call.
 
@@ -35,6 +39,9 @@ def ulysses_attention(
         token_sizes: Tokens on each rank.
         mask: For all heads, ``[..., 1 | S, S]`` in rank-major order, or None.
         group: The ranks that share the sequence.
+        attend: Called with q, k, v ``[B, h, S, D]`` and this rank's mask instead of the backend, and
+            returns ``[B, S, h * D]``: how a chunk of a longer sequence attends to all of it. Not
+            called where ``h`` is 0.
 
     Returns:
         ``[B, S_local, H * D]``, contiguous.
@@ -56,7 +63,7 @@ def ulysses_attention(
         q, k, v = received.view(sum(token_sizes), 3, batch, heads, head_dim).permute(1, 2, 3, 0, 4)
         if mask is not None:
             mask = head_slice(mask, sum(head_sizes[:rank]), heads, num_heads=num_heads)
-        output = call.run(q, k, v, mask)
+        output = (attend or call.run)(q, k, v, mask)
         # Token-first; no copy for a batch of one.
         output = output.transpose(0, 1).reshape(-1)
     returned = all_to_all(

@@ -22,7 +22,7 @@ from comfyui_ferry.core.parallel.plan import (
     Shard,
     Split,
 )
-from ferry_support.parity import TOLERANCE, relative_error, world_group
+from ferry_support.parity import TOLERANCE, relative_error, world_group, world_sequence
 from ferry_support.ranks import run_ranks
 from ferry_support.tiny_models import noise
 from ferry_support.toy_model import IMAGE, PLAN, TEXT, WIDTH, build_toy, toy_call
@@ -76,7 +76,7 @@ def on_ranks(world_size: int, action: InputAction, value: Any, lengths: dict[str
     """Return what each rank gets from ``action`` with these streams open."""
 
     def body() -> Any:
-        state = ForwardState(world_group())
+        state = ForwardState(world_sequence())
         for name, length in lengths.items():
             state.open(name, length)
         try:
@@ -147,7 +147,7 @@ def test_gather_joins_in_canonical_order_and_closes_the_region() -> None:
     whole = noise(2, 7, 3)
 
     def body() -> torch.Tensor:
-        state = ForwardState(world_group())
+        state = ForwardState(world_sequence())
         for name, length in (("a", 2), ("b", 5), ("c", 1)):
             state.open(name, length)
         local = localize(Shard("x", ("a", "b")), whole, state)

@@ -7,14 +7,14 @@ import torch
 from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.parallel.forward_state import ForwardState
 from comfyui_ferry.core.parallel.plan import ControlResiduals, LocalAttention, SelfAttention
-from ferry_support.parity import world_group
+from ferry_support.parity import world_sequence
 from ferry_support.ranks import run_ranks
 from ferry_support.tiny_models import noise
 from ferry_support.toy_model import attention
 
 
 def on_one_rank(body: Callable[[ForwardState], None]) -> None:
-    run_ranks(lambda: body(ForwardState(world_group())), 1)
+    run_ranks(lambda: body(ForwardState(world_sequence())), 1)
 
 
 def test_streams_open_once_and_close() -> None:
@@ -96,7 +96,7 @@ def test_an_error_inside_a_role_is_not_hidden() -> None:
 
 def test_residuals_are_cut_when_their_stream_opens() -> None:
     def body() -> list:
-        state = ForwardState(world_group())
+        state = ForwardState(world_sequence())
         residual = torch.arange(4.0).view(1, 4, 1)
         control = {"input": [residual, None], "other": [residual]}
         private = state.defer_control(ControlResiduals("control", ("input",), "image"), control)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ferry_support.parity import CaseErrors
+from comfyui_ferry.core.parallel import ParallelDims
+from ferry_support.parity import CaseErrors, layouts_of
 from ferry_support.ranks import run_named_ranks
 from ferry_support.tiny_models import CASES, is_newer_comfyui
 
@@ -41,16 +42,37 @@ def check(results: list[dict[str, CaseErrors]], names: list[str], limit: float) 
 
 @pytest.mark.comfy
 @pytest.mark.multigpu
+@pytest.mark.parametrize("dims", layouts_of(2), ids=str)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_nccl_equals_one_rank(dtype: torch.dtype) -> None:
+def test_nccl_equals_one_rank(dtype: torch.dtype, dims: ParallelDims) -> None:
     names = case_names()
-    check(run_named_ranks("ferry_support.parity:named_case_errors", 2, names, dtype), names, LIMITS[dtype])
+    results = run_named_ranks("ferry_support.parity:named_case_errors", 2, names, dtype, dims)
+    check(results, names, LIMITS[dtype])
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
-def test_gloo_in_fresh_interpreters_equals_one_rank(dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA GPUs")
+@pytest.mark.parametrize("dims", layouts_of(4), ids=str)
+def test_nccl_on_four_gpus_equals_one_rank(dims: ParallelDims) -> None:
+    names = case_names()
+    results = run_named_ranks("ferry_support.parity:named_case_errors", 4, names, torch.bfloat16, dims)
+    check(results, names, LIMITS[torch.bfloat16])
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize(
+    ("dtype", "limit", "dims"),
+    [
+        (torch.float32, 1e-5, ParallelDims(ulysses=2)),
+        (torch.bfloat16, 0.03, ParallelDims(ring=2)),
+    ],
+    ids=str,
+)
+def test_gloo_in_fresh_interpreters_equals_one_rank(
+    dtype: torch.dtype, limit: float, dims: ParallelDims
+) -> None:
     """The launcher and the checks of the test above, provable without GPUs."""
     names = case_names()
-    results = run_named_ranks("ferry_support.parity:named_case_errors", 2, names, dtype, backend="gloo")
+    results = run_named_ranks("ferry_support.parity:named_case_errors", 2, names, dtype, dims, backend="gloo")
     check(results, names, limit)

@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 from comfyui_ferry.core.errors import PlanError
-from comfyui_ferry.core.parallel import ModelPlan, check_plan, parallelize
+from comfyui_ferry.core.parallel import ModelPlan, ParallelDims, check_plan, parallelize
+from comfyui_ferry.core.parallel.attention import lse, ring
 from comfyui_ferry.core.parallel.plan import InputAction, Replicated
 from comfyui_ferry.core.plans import find_plan
 from ferry_support.parity import (
     TOLERANCE,
+    layouts_of,
     rank_errors,
     relative_error,
     run_alone,
     run_parallel,
+    sequence_group,
     without_exchange,
     world_group,
 )
@@ -61,7 +64,8 @@ def prepare(name: str) -> Prepared:
 
 def check(prepared: Prepared, world_size: int) -> None:
     for rank, seen in enumerate(run_ranks(rank_errors, world_size, *prepared)):
-        assert max(seen["errors"]) <= TOLERANCE, (rank, seen)
+        assert seen["errors"].keys() == set(map(str, layouts_of(world_size)))
+        assert max(seen["errors"].values()) <= TOLERANCE, (rank, seen)
         assert seen["inputs kept"], rank
         assert seen["restored"], rank
         assert seen["hooks left"] == [], rank
@@ -71,7 +75,10 @@ def check(prepared: Prepared, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_rank(name: str, world_size: int) -> None:
-    """Uneven tokens and heads everywhere; with four ranks and three heads one rank has none."""
+    """Ulysses, Ring and with four ranks both.
+
+    Tokens and heads are uneven everywhere; with four ranks and three heads one rank has none.
+    """
     check(prepare(name), world_size)
 
 
@@ -125,6 +132,23 @@ def test_without_communication_the_tester_fails(name: str) -> None:
     error = broken_error(name, without_exchange(plan))
     # A key mask made from this rank's tokens fits its own attention; a whole mask does not.
     assert "expanded size" in error or "must match" in error if isinstance(error, str) else error > 1e-2
+
+
+@pytest.mark.parametrize("broken", ["_Transfer.wait", "PartialAttention.merge"])
+@pytest.mark.parametrize("name", ["flux1-dev full mask", "qwen text mask, batch 2", "wan t2v"])
+def test_a_broken_ring_is_seen_by_the_tester(name: str, broken: str) -> None:
+    """Keys that never travel, and parts that are not merged."""
+    model, plan, inputs, reference = prepare(name)
+
+    def body() -> float:
+        if broken == "_Transfer.wait":
+            ring._Transfer.wait = lambda self: [work.wait() for work in self.works] and self.receive.zero_()
+        else:
+            lse.PartialAttention.merge = lambda self, other: self
+        handle = parallelize(model, plan, group=sequence_group(ParallelDims(ring=2)))
+        return relative_error(run_parallel(model, handle, inputs), reference)
+
+    assert min(run_ranks(body, 2)) > 1e-2
 
 
 @pytest.mark.parametrize(
