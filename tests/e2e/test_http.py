@@ -46,6 +46,20 @@ def pictures(server: ComfyServer, prompt: Prompt, result: PromptResult) -> dict[
     return found
 
 
+def only_outputs_behind(prompt: Prompt, node: str) -> Prompt:
+    """The part of the prompt that needs the node, with all that this part needs."""
+
+    def sources(key: str) -> set[str]:
+        return {value[0] for value in prompt[key]["inputs"].values() if isinstance(value, list)}
+
+    behind = {node}
+    while grown := {key for key in prompt if key not in behind and sources(key) & behind}:
+        behind |= grown
+    while grown := {source for key in behind for source in sources(key)} - behind:
+        behind |= grown
+    return {key: entry for key, entry in prompt.items() if key in behind}
+
+
 def files_below(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file()}
 
@@ -225,7 +239,9 @@ REFUSED = [
 def test_bad_inputs_are_refused_by_name_and_leave_nothing(
     server: ComfyServer, prompt: Prompt, class_type: str, changes: dict[str, Any], named: str
 ) -> None:
-    prompt[node_id(prompt, class_type)]["inputs"] |= changes
+    bad = node_id(prompt, class_type)
+    prompt = only_outputs_behind(prompt, bad)
+    prompt[bad]["inputs"] |= changes
     before = files_below(server.base)
     with pytest.raises(PromptError) as caught:
         run_prompt(server, prompt)

@@ -76,7 +76,7 @@ def run_prompt(
         report: Called with every progress message.
 
     Raises:
-        PromptError: If the server refuses the prompt or a node raises.
+        PromptError: If the server refuses the prompt or a part of it, or a node raises.
         ServerError: If the server dies or the limit passes.
     """
     return asyncio.run(_run(server, prompt, limit_s, report))
@@ -104,6 +104,8 @@ async def _run(
         async with session.get(f"{server.url}/history/{result.prompt_id}") as answer:
             result.outputs = (await answer.json())[result.prompt_id]["outputs"]
     result.seconds = time.monotonic() - start
+    if accepted.get("node_errors"):  # ComfyUI runs the outputs that are valid and leaves the others out
+        raise PromptError(_refusal(accepted), node_type=None, detail=accepted)
     return result
 
 
@@ -129,11 +131,11 @@ async def _next_message(
             raise PromptError(data["exception_message"].strip(), node_type=data["node_type"], detail=data)
         if kind == "execution_interrupted":
             raise PromptError("the prompt was interrupted", node_type=data["node_type"], detail=data)
-        if kind == "execution_success":
-            return True
         if kind == "execution_cached":
             result.cached |= set(data["nodes"])
-        elif kind == "executing" and data.get("node") is not None:
+        elif kind == "executing" and data.get("node") is None:
+            return True  # sent after the history is written; "execution_success" comes before
+        elif kind == "executing":
             progress = Progress(data["node"])
         elif kind == "progress":
             progress = Progress(data["node"], data["value"], data["max"])
