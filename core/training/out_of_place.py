@@ -18,6 +18,7 @@ import inspect
 import operator
 import textwrap
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,12 +105,11 @@ def update(name: str, current: Any, value: Any) -> Any:
     return result if result.dtype == current.dtype else result.to(current.dtype)
 
 
-@functools.cache
-def _rewritten_methods(module_type: type[nn.Module]) -> tuple[tuple[str, types.FunctionType], ...]:
-    return tuple(_find_methods(module_type))
+# By function, not by class: other packs replace methods of ComfyUI's classes at run time.
+_CACHE: weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType | None] = weakref.WeakKeyDictionary()
 
 
-def _find_methods(module_type: type[nn.Module]) -> Iterator[tuple[str, types.FunctionType]]:
+def _rewritten_methods(module_type: type[nn.Module]) -> Iterator[tuple[str, types.FunctionType]]:
     seen: set[str] = set()
     for owner in module_type.__mro__:
         if owner.__module__.split(".")[0] in ("torch", "builtins"):
@@ -119,7 +119,9 @@ def _find_methods(module_type: type[nn.Module]) -> Iterator[tuple[str, types.Fun
                 seen.add(name)
                 continue
             seen.add(name)
-            rewritten = rewrite(member)
+            if member not in _CACHE:
+                _CACHE[member] = rewrite(member)
+            rewritten = _CACHE[member]
             if rewritten is not None:
                 yield name, rewritten
 

@@ -95,11 +95,11 @@ def tiny_wan(**changes: Any) -> Any:
 def tiny_sd3(**changes: Any) -> Any:
     """Return a Stable Diffusion 3 MODEL."""
     config: Options = {
-        "in_channels": 16, "patch_size": 2, "out_channels": 16, "depth": 1, "input_size": None,
+        "in_channels": 16, "patch_size": 2, "out_channels": 16, "depth": 2, "input_size": None,
         "adm_in_channels": 24, "num_patches": 64, "pos_embed_max_size": 8, "qk_norm": "rms",
         "pos_embed_scaling_factor": None, "x_block_self_attn_layers": [],
         "context_embedder_config": {
-            "target": "torch.nn.Linear", "params": {"in_features": 40, "out_features": 64},
+            "target": "torch.nn.Linear", "params": {"in_features": 40, "out_features": 128},
         },
     }  # fmt: skip
     return build_patcher("SD3", config | changes)

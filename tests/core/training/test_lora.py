@@ -32,9 +32,7 @@ class Model(nn.Module):
 
 
 def adapt(model, *, seed=0, rank=3, alpha=6.0):
-    return LoraAdapters(
-        select_targets(model), LoraConfig(rank=rank, alpha=alpha), seed=seed, device="cpu"
-    )
+    return LoraAdapters(select_targets(model), LoraConfig(rank=rank, alpha=alpha), seed=seed, device="cpu")
 
 
 def fill(adapters):

@@ -23,9 +23,7 @@ def test_a_flow_learns_the_velocity(name, reference):
     positions = torch.tensor([0.05, 0.5, 0.95])
     predicted = torch.randn(3, 4, 5, 6)
     process = RectifiedFlow(lambda noisy, t, conditions: predicted)
-    losses = sample_losses(
-        process, clean, [None] * 3, noise=noise, positions=positions, loss=LOSSES[name]
-    )
+    losses = sample_losses(process, clean, [None] * 3, noise=noise, positions=positions, loss=LOSSES[name])
     expected = [reference(predicted[row], noise[row] - clean[row]) for row in range(3)]
     # The velocity is recovered from the clean estimate by a division by t: a few ulps over 0.05.
     torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,138 @@
+"""A ComfyUI model as a diffusion process: noise, loss space, and captions that stay with their latents."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from comfyui_ferry.core.errors import RequestError
+from ferry_support.tiny_models import noise
+from ferry_support.tiny_patchers import PATCHERS
+
+pytestmark = pytest.mark.comfy
+
+POSITIONS = torch.tensor([0.03, 0.4, 0.9])
+
+
+@contextlib.contextmanager
+def process_of(kind):
+    from comfyui_ferry.core.comfy_adapter.trainable_model import borrowed_model
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
+
+    model = PATCHERS[kind].build()
+    with borrowed_model(model, dtype=torch.float32, keep_on_host=True) as patcher:
+        yield ComfyProcess(patcher, torch.device("cpu"), seed=0)
+
+
+def samples_of(kind, process, count, tokens=lambda index: 7):
+    from comfyui_ferry.core.comfy_adapter.training_inputs import read_samples
+
+    tiny = PATCHERS[kind]
+    latents = [tiny.latent(index) for index in range(count)]
+    captions = [tiny.caption(index, tokens(index)) for index in range(count)]
+    return read_samples(process.patcher, latents, captions)
+
+
+class Recorder:
+    """Keeps the network's own output of each call."""
+
+    def __init__(self, network):
+        self.outputs = []
+        network.register_forward_hook(lambda module, args, output: self.outputs.append(output.detach()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("flux", lambda clean, noise: noise - clean),
+        ("wan", lambda clean, noise: noise - clean),
+        ("sd3", lambda clean, noise: noise - clean),
+        ("sdxl", lambda clean, noise: noise),
+    ],
+)
+def test_the_loss_is_that_of_the_networks_output(kind, target):
+    from comfyui_ferry.core.training import LOSSES, sample_losses
+
+    with process_of(kind) as process, torch.no_grad():
+        sample = samples_of(kind, process, 1)[0]
+        random = noise(*sample.latent.shape, seed=9)
+        recorder = Recorder(process.model.diffusion_model)
+        for position in POSITIONS:
+            loss = sample_losses(
+                process, sample.latent, [sample.condition], noise=random,
+                positions=position.view(1), loss=LOSSES["MSE"],
+            )  # fmt: skip
+            expected = (recorder.outputs[-1] - target(sample.latent, random)).square().mean()
+            # The output is recovered from the clean estimate: rounding grows with 1 / sigma.
+            torch.testing.assert_close(loss[0], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_v_prediction_learns_v():
+    import comfy.model_sampling
+    from comfyui_ferry.core.training import LOSSES, sample_losses
+
+    class VSampling(comfy.model_sampling.ModelSamplingDiscrete, comfy.model_sampling.V_PREDICTION):
+        pass
+
+    with process_of("sdxl") as process, torch.no_grad():
+        process.model.model_sampling = VSampling(process.model.model_config)
+        sample = samples_of("sdxl", process, 1)[0]
+        random = noise(*sample.latent.shape, seed=9)
+        recorder = Recorder(process.model.diffusion_model)
+        loss = sample_losses(
+            process, sample.latent, [sample.condition], noise=random, positions=POSITIONS[1:2],
+            loss=LOSSES["MSE"],
+        )  # fmt: skip
+        sigma = process.sigmas(POSITIONS[1:2])
+        alpha = (1 / (1 + sigma**2)) ** 0.5
+        v = alpha * random - (sigma * alpha) * sample.latent
+        expected = (recorder.outputs[-1] - v).square().mean()
+        torch.testing.assert_close(loss[0], expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", PATCHERS)
+def test_a_batch_computes_each_latent_with_its_own_caption(kind):
+    with process_of(kind) as process, torch.no_grad():
+        samples = samples_of(kind, process, 3)
+        clean = torch.cat([sample.latent for sample in samples])
+        sigma = process.sigmas(POSITIONS)
+        noisy = process.add_noise(clean, noise(*clean.shape, seed=4), sigma)
+        captions = [sample.condition for sample in samples]
+        together = process.denoise(noisy, sigma, captions)
+        for row in range(3):
+            alone = process.denoise(noisy[row : row + 1], sigma[row : row + 1], captions[row : row + 1])
+            # Matrix products of another batch size may add in another order.
+            torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+        swapped = process.denoise(noisy, sigma, [captions[1], captions[0], captions[2]])
+        assert not torch.allclose(swapped[:2], together[:2], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["flux", "qwen", "wan", "sdxl"])
+def test_captions_of_different_lengths_are_not_padded(kind):
+    with process_of(kind) as process, torch.no_grad():
+        samples = samples_of(kind, process, 3, tokens=lambda index: 6 if index == 1 else 12)
+        clean = torch.cat([sample.latent for sample in samples])
+        sigma = process.sigmas(POSITIONS)
+        noisy = process.add_noise(clean, noise(*clean.shape, seed=4), sigma)
+        captions = [sample.condition for sample in samples]
+        recorder = Recorder(process.model.diffusion_model)
+        together = process.denoise(noisy, sigma, captions)
+        assert sorted(len(output) for output in recorder.outputs) == [1, 2]
+        for row in range(3):
+            alone = process.denoise(noisy[row : row + 1], sigma[row : row + 1], captions[row : row + 1])
+            torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_noise_is_refused():
+    import comfy.model_sampling
+    from comfyui_ferry.core.comfy_adapter.training import check_noise_model
+
+    class ImageToImage(comfy.model_sampling.ModelSamplingDiscrete, comfy.model_sampling.IMG_TO_IMG):
+        pass
+
+    model = PATCHERS["sdxl"].build()
+    check_noise_model(model)
+    model.add_object_patch("model_sampling", ImageToImage())
+    with pytest.raises(RequestError, match="no noise to learn"):
+        check_noise_model(model)
