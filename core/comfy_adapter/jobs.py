@@ -50,7 +50,8 @@ class _Models:
         weights = self.context.open_arena(arena)
         self.models[token] = WorkerModel(description, weights, device=self.context.device, group=self.group)
 
-    def patch(self, token: int, patches: Mapping[str, Any]) -> list[str]:
+    def patch(self, token: int, patches: Mapping[str, Any], force_cast: bool) -> list[str]:
+        self.models[token].set_force_cast(force_cast)
         return self.models[token].apply_patches(patches)
 
     def forward(self, token: int, arguments: Mapping[str, Any]) -> Any:

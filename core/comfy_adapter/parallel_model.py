@@ -11,7 +11,6 @@ from typing import Any
 
 import comfy.model_patcher
 import comfy.patcher_extension
-import torch
 
 from ..errors import RequestError
 from ..parallel import ParallelDims, validate_model
@@ -22,6 +21,7 @@ from .model_export import class_path, describe_model
 from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
 from .remote_forward import RemoteInjection, sendable_options
+from .worker_memory import worker_memory
 
 _KEY = "ferry_parallel"
 
@@ -77,6 +77,14 @@ def check_degrees(
     Raises:
         RequestError: Otherwise, with the numbers and what would fit.
     """
+    degrees = {"cfg_degree": cfg_degree, "ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
+    for name, value in {"gpus": gpus, **degrees}.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise RequestError(
+                f"{name}={value!r} was asked",
+                limit="It is a number of GPUs, so a whole number",
+                way_out="Type a number, or connect an INT",
+            )
     devices = worker_devices(gpus)
     dims = ParallelDims(cfg=cfg_degree, ring=ring_degree, ulysses=ulysses_degree)
     dims.validate(num_gpus=gpus)
@@ -93,19 +101,25 @@ def check_supported(patcher: ParallelPatcher) -> None:
     describe_model(patcher.model)
     encode_patches(patcher.patches)
     foreign = [key for key in patcher.injections if key != _KEY]
+    compiled = patcher.model_options.get("torch_compile_kwargs") or {}
     objects = [key for key in patcher.object_patches if key.startswith("diffusion_model")]
     for what, names in (
         ("injections", foreign),
         ("object patches", objects),
         ("weight wrappers", list(patcher.weight_wrapper_patches)),
-        ("copies for other GPUs (MultiGPU)", list(patcher.model_options.get("multigpu_clones", ()))),
+        ("copies for other GPUs (MultiGPU CFG Split)", patcher.additional_models.get("multigpu", [])),
+        ("torch.compile", [compiled.get("backend")] if compiled else []),
     ):
         if names:
             raise RequestError(
-                f"a node gave this model {what}: {names}",
+                f"a node gave this model {what}: {_names(names)}",
                 limit="They live in this process and the workers would compute without them",
                 way_out="Remove that node, or sample with a stock KSampler",
             )
+
+
+def _names(values: list) -> str:
+    return ", ".join(value if isinstance(value, str) else type(value).__name__ for value in values)
 
 
 class ParallelPatcher(comfy.model_patcher.ModelPatcher):
@@ -120,13 +134,22 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
         """Tell ComfyUI that this patcher has no dynamic VRAM."""
         return False
 
-    def loaded_size(self) -> int:
-        """Return the bytes of weights in each worker."""
-        return self.run.loaded_bytes()
+    def model_size(self) -> int:
+        """Return 0: the weights count where they are, in ``worker_memory``'s entry."""
+        return 0
 
-    def current_loaded_device(self) -> torch.device:
-        """Return where the weights count: the sampling device once the workers hold them."""
-        return self.load_device if self.run.loaded_bytes() else self.model.device
+    def loaded_size(self) -> int:
+        """Return 0; see ``model_size``."""
+        return 0
+
+    def get_ram_usage(self) -> int:
+        """Return the bytes of weights in this process' memory (0.3.75 asks for its cache)."""
+        return super().model_size()
+
+    def get_nested_additional_models(self) -> list:
+        """Return what ComfyUI loads together with this MODEL; the workers' copy is one of them."""
+        entry = worker_memory(self.model, super().model_size(), self)
+        return [*super().get_nested_additional_models(), entry]
 
     def partially_load(
         self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False
@@ -134,7 +157,7 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
         """Load the workers instead of this process; called by ComfyUI before every sampling.
 
         Returns:
-            Bytes that each worker gained.
+            0: this process gained no bytes.
         """
         if force_patch_weights:
             raise RequestError(
@@ -143,34 +166,32 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
                 way_out="Connect the saving node before Parallel Model",
             )
         check_supported(self)
-        before = self.run.loaded_bytes()
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self._give_back_local_weights()
             self.patch_model(load_weights=False)
-        self.run.load(self.model, self.patches, self.patches_uuid)
-        return self.run.loaded_bytes() - before
+        self.run.load(self.model, self.patches, self.patches_uuid, force_cast=self.force_cast_weights)
+        return 0
 
     def partially_unload(
         self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Free the workers' copies and return the bytes that each held."""
-        return self.run.unload()
+        """Return 0: nothing of this MODEL is loaded in this process."""
+        return 0
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
-        """Undo object patches here; with ``unpatch_weights`` also free the workers' copies."""
+        """Undo object patches; no weight of this process was patched."""
         super().unpatch_model(None, unpatch_weights=False)
-        if unpatch_weights:
-            self.run.unload()
 
-    def register_all_hook_patches(self, *args: Any, **kwargs: Any) -> None:
+    def register_all_hook_patches(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse conditionings that bring their own weights (LoRA hooks)."""
-        super().register_all_hook_patches(*args, **kwargs)
+        registered = super().register_all_hook_patches(*args, **kwargs)
         if self.hook_patches:
             raise RequestError(
                 "a conditioning with hooked weights (Create Hook LoRA / Model as LoRA) was given",
                 limit="Workers keep one set of weights during a sampling",
                 way_out="Apply the LoRA to the MODEL, or sample with a stock KSampler",
             )
+        return registered
 
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse ComfyUI's own MultiGPU split of a model that is split already."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import comfy.model_management
-
-from ..errors import RequestError
+from ..errors import RequestError, WorkerError
 from ..parallel import ParallelDims
-from .worker_groups import WorkerGroup, acquire_group, current_group, model_token
+from .worker_groups import (
+    WorkerGroup,
+    acquire_group,
+    check_interrupt,
+    current_group,
+    drop_dead_group,
+    model_token,
+)
 
 
 class ParallelRun:
@@ -27,25 +32,28 @@ class ParallelRun:
         self.devices = devices
         self.token: int | None = None
         self._turn = threading.Lock()
-        self._holds_turn = threading.local()
+        self._mine = threading.local()
         self._free_branches: queue.LifoQueue[int] = queue.LifoQueue()
         for branch in reversed(range(dims.cfg)):
             self._free_branches.put(branch)
 
-    def load(self, model: Any, patches: dict, patches_uuid: Any) -> None:
-        """Start the workers if need be and give them the model with these weight patches."""
+    @property
+    def holds_turn(self) -> bool:
+        """Whether the calling thread has the turn (is inside ``turn``)."""
+        return hasattr(self._mine, "poll")
+
+    def load(self, model: Any, patches: dict, patches_uuid: Any, *, force_cast: bool = False) -> None:
+        """Start the workers if need be and give them the model with these weight patches.
+
+        Args:
+            model: The ``BaseModel``; its weights are in this process, unpatched.
+            patches: ``ModelPatcher.patches``.
+            patches_uuid: Changes whenever the patches or ``force_cast`` do.
+            force_cast: Cast weights to the input's dtype in every layer (ModelComputeDtype).
+        """
         group = acquire_group(self.dims, self.devices)
         self.token = model_token(model)
-        group.load(model, patches, patches_uuid)
-
-    def unload(self) -> int:
-        """Take the model out of the workers and return the bytes that each held."""
-        group = current_group(self.dims, self.devices)
-        if group is None or self.token is None:
-            return 0
-        freed = group.loaded_bytes(self.token)
-        group.unload(self.token)
-        return freed
+        group.load(model, patches, patches_uuid, force_cast=force_cast)
 
     def loaded_bytes(self) -> int:
         """Return the bytes of weights that each worker holds now."""
@@ -56,44 +64,54 @@ class ParallelRun:
         """Run one denoiser call on a free branch; waits while checking ComfyUI's interrupt."""
         group = self._group()
         assert self.token is not None
-        branch = self._free_branches.get()
         try:
-            with self._turn_given_up():
-                return group.forward(
-                    branch,
-                    self.token,
-                    arguments,
-                    poll=comfy.model_management.throw_exception_if_processing_interrupted,
-                )
+            # A thread without a branch must not keep the turn: who has one needs it to come back.
+            with self._turn_given_up() as poll, self._free_branch() as branch:
+                return group.forward(branch, self.token, arguments, poll=poll)
         except TypeError as error:
             raise RequestError(
                 f"this model's call holds a value that cannot be sent to the workers: {error}",
                 limit="Workers receive tensors, numbers, text and lists or dictionaries of them",
                 way_out="Remove the node that adds it before the parallel node",
             ) from error
-        finally:
-            self._free_branches.put(branch)
+        except WorkerError:
+            drop_dead_group()
+            raise
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Hold ComfyUI's code for this thread, except while a call is away."""
+    def turn(self, *, poll: Callable[[], None], on_release: Callable[[], None]) -> Iterator[None]:
+        """Hold ComfyUI's code for this thread, except while a call is away.
+
+        Args:
+            poll: Called while this thread waits for a call; what it raises ends the waiting.
+            on_release: Called whenever the thread lets go, first with its first call.
+        """
         with self._turn:
-            self._holds_turn.value = True
+            self._mine.poll, self._mine.on_release = poll, on_release
             try:
                 yield
             finally:
-                self._holds_turn.value = False
+                self._mine.__dict__.clear()
 
     @contextlib.contextmanager
-    def _turn_given_up(self) -> Iterator[None]:
-        if not getattr(self._holds_turn, "value", False):
-            yield
+    def _turn_given_up(self) -> Iterator[Callable[[], None]]:
+        if not self.holds_turn:
+            yield check_interrupt
             return
         self._turn.release()
+        self._mine.on_release()
         try:
-            yield
+            yield self._mine.poll
         finally:
             self._turn.acquire()
+
+    @contextlib.contextmanager
+    def _free_branch(self) -> Iterator[int]:
+        branch = self._free_branches.get()
+        try:
+            yield branch
+        finally:
+            self._free_branches.put(branch)
 
     def _group(self) -> WorkerGroup:
         group = current_group(self.dims, self.devices)

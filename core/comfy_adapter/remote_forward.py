@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from .parallel_run import ParallelRun
 
 # What ComfyUI puts into transformer_options for code that runs on this side of the call.
-_LOCAL_OPTIONS = frozenset({"wrappers", "callbacks", "uuids", "easycache", "multigpu_thread_device"})
+_LOCAL_OPTIONS = frozenset(
+    {"wrappers", "callbacks", "uuids", "easycache", "context_window", "multigpu_thread_device"}
+)
 _PATCH_OPTIONS = ("patches", "patches_replace", "optimized_attention_override")
 
 

@@ -8,15 +8,16 @@ afresh.
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import comfy
+import comfy.model_management
 
 from ..errors import WorkerError
 from ..log import get_logger
@@ -51,7 +52,7 @@ class WorkerGroup:
         size = self.dims.world_size // self.dims.cfg
         return list(range(branch * size, (branch + 1) * size))
 
-    def load(self, model: Any, patches: dict, patches_uuid: Any) -> None:
+    def load(self, model: Any, patches: dict, patches_uuid: Any, *, force_cast: bool) -> None:
         """Give the workers ``model`` with ``patches``, sending only what they do not have yet."""
         token = _token(model)
         if token not in self.loaded:
@@ -59,7 +60,8 @@ class WorkerGroup:
         if self.loaded[token].patches_uuid == patches_uuid:
             return
         message = encode_patches(patches)
-        applied = self.pool.call("patch", {"token": token, "patches": message})
+        payload = {"token": token, "patches": message, "force_cast": force_cast}
+        applied = self.pool.call("patch", payload, poll=check_interrupt)
         if any(names != sorted(message) for names in applied.values()):
             raise WorkerError(f"the ranks applied different weight patches: {applied}")
         self.loaded[token].patches_uuid = patches_uuid
@@ -90,18 +92,21 @@ class WorkerGroup:
         self.loaded.clear()
 
     def _send_model(self, token: int, model: Any) -> None:
+        description = describe_model(model)
         tensors = {name: tensor.detach() for name, tensor in named_tensors(model.diffusion_model).items()}
         arena = SharedArena.create(tensors)
         self.loaded[token] = _Loaded(arena, num_bytes=sum(tensor.nbytes for tensor in tensors.values()))
-        message = {"token": token, "description": describe_model(model), "arena": arena.handle()}
-        self.pool.call("load", message)
+        message = {"token": token, "description": description, "arena": arena.handle()}
+        # If the user cancels, the workers still finish loading, and the next prompt finds it done.
+        self.pool.call("load", message, poll=check_interrupt)
 
 
 _current: WorkerGroup | None = None
 _numbers = itertools.count(1)
 _tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-# Filled by finalizers, which may run at any point of any thread; emptied by the next use of a group.
-_dead_tokens: deque[int] = deque()
+# Filled by finalizers, which may run at any point of any thread: only a SimpleQueue may be used there.
+_dead_tokens: queue.SimpleQueue[int] = queue.SimpleQueue()
+_unloader: threading.Thread | None = None
 _lock = threading.RLock()
 
 
@@ -111,15 +116,18 @@ def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
     Raises:
         WorkerError: If a worker does not start; then none is left running.
     """
-    global _current
+    global _current, _unloader
     with _lock:
         if _current is not None and not _matches(_current, dims, devices):
-            _current.close()
-            _current = None
+            close_workers()
         if _current is None:
-            _current = WorkerGroup(dims, devices, WorkerPool.start(_spec(dims, devices)))
-        while _dead_tokens:
-            _current.unload(_dead_tokens.popleft())
+            _log.info("starting %d workers on %s", len(devices), ", ".join(devices))
+            _current = WorkerGroup(
+                dims, devices, WorkerPool.start(_spec(dims, devices), poll=check_interrupt)
+            )
+        if _unloader is None:
+            _unloader = threading.Thread(target=_unload_dead_models, name="ferry-unload", daemon=True)
+            _unloader.start()
         return _current
 
 
@@ -138,16 +146,55 @@ def close_workers() -> None:
             _current = None
 
 
+def drop_dead_group() -> None:
+    """Free what a group still holds whose worker died."""
+    with _lock:
+        if _current is not None and not _current.pool.alive:
+            close_workers()
+
+
+def loaded_bytes(token: int) -> int:
+    """Return the bytes of weights that each running worker holds for a model, 0 if none."""
+    with _lock:
+        drop_dead_group()
+        return 0 if _current is None else _current.loaded_bytes(token)
+
+
+def unload_model(token: int) -> int:
+    """Take a model out of the workers, whatever their degrees; return the bytes that each held."""
+    with _lock:
+        freed = loaded_bytes(token)
+        if _current is not None:
+            _current.unload(token)
+        return freed
+
+
 def model_token(model: Any) -> int:
     """Return the number by which workers know this model object."""
     return _token(model)
+
+
+def check_interrupt() -> None:
+    """Raise ComfyUI's exception if the user pressed Cancel."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def _unload_dead_models() -> None:
+    """Free the memory of collected models, also if no parallel sampling follows."""
+    while True:
+        token = _dead_tokens.get()
+        try:
+            unload_model(token)
+        except WorkerError as error:
+            _log.error("a model that nobody uses any more could not be unloaded: %s", error)
+            drop_dead_group()
 
 
 def _token(model: Any) -> int:
     with _lock:
         if model not in _tokens:
             _tokens[model] = next(_numbers)
-            weakref.finalize(model, _dead_tokens.append, _tokens[model]).atexit = False
+            weakref.finalize(model, _dead_tokens.put, _tokens[model]).atexit = False
         return _tokens[model]
 
 
@@ -157,7 +204,6 @@ def _matches(group: WorkerGroup, dims: ParallelDims, devices: tuple[str, ...]) -
 
 def _spec(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerSpec:
     comfyui_root = Path(next(iter(comfy.__path__))).resolve().parent
-    _log.info("starting %d workers on %s", len(devices), ", ".join(devices))
     return WorkerSpec(
         devices=devices,
         backend="gloo" if devices[0] == "cpu" else "nccl",

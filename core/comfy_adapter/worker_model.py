@@ -44,6 +44,11 @@ class WorkerModel:
         self.module = _build(description)
         _assign(self.module, weights, device)
         self.patched: set[str] = set()
+        self.casting = {
+            layer: bool(layer.comfy_cast_weights)
+            for layer in self.module.modules()
+            if hasattr(layer, "comfy_cast_weights")
+        }
         self.handle: ParallelHandle | None = None
         if group is not None:
             self.handle = parallelize(self.module, find_plan(description["class_path"]), group=group)
@@ -64,6 +69,11 @@ class WorkerModel:
             comfy.utils.set_attr_param(self.module, name, self._patched_weight(name, entries))
         self.patched = set(patches)
         return sorted(self.patched)
+
+    def set_force_cast(self, force: bool) -> None:
+        """Cast weights to the input's dtype in every layer (ComfyUI's ModelComputeDtype), or as built."""
+        for layer, built in self.casting.items():
+            setattr(layer, "comfy_cast_weights", force or built)  # noqa: B010 - an attribute of ComfyUI's layers
 
     def forward(self, arguments: Mapping[str, Any]) -> Any:
         """Run the model's own ``_forward``; all ranks of the group must call it together.
