@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,8 +252,7 @@ def _metadata(model: Any, request: TrainingRequest) -> dict[str, str]:
 
 def _show_text(text: str, node_id: str | None) -> None:
     """Show a line on the node, if a server is running."""
-    import server  # ComfyUI's; imported late, because it pulls in the whole web server
-
-    instance = getattr(server.PromptServer, "instance", None)
+    server = sys.modules.get("server")  # ComfyUI's; not imported for this, it is a whole web server
+    instance = getattr(getattr(server, "PromptServer", None), "instance", None)
     if instance is not None and node_id is not None:
         instance.send_progress_text(text, node_id)

@@ -46,6 +46,7 @@ def check_trainable(model: Any) -> None:
     carried = [
         *(f"a wrapper ({kind})" for table in wrappers for kind, keys in table.items() if any(keys.values())),
         *(f"an option ({name})" for name in _REFUSED_OPTIONS if options.get(name) is not None),
+        *(f"an injection ({name}; a LoRA in bypass mode is one)" for name in model.injections),
         *(f"another model ({name})" for name, models in model.additional_models.items() if models),
     ]
     if "ferry_parallel" in model.attachments:
@@ -53,8 +54,8 @@ def check_trainable(model: Any) -> None:
     if carried:
         raise RequestError(
             f"the MODEL carries {', '.join(sorted(set(carried)))}",
-            limit="It acts on sampling, and training would run without it",
-            way_out="Connect the MODEL from before that node",
+            limit="Training would run without it, or cannot learn through it",
+            way_out="Connect the MODEL from before that node (a LoRA without bypass is honoured)",
         )
 
 

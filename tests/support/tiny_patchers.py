@@ -42,11 +42,16 @@ class TinyPatcher:
         return [[noise(1, tokens, self.context_dim, seed=seed), self.options(seed)]]
 
 
-def build_patcher(kind: str, config: Options, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a ``ModelPatcher`` on the CPU with random weights."""
+def build_patcher(kind: str, config: Options) -> Any:
+    """Return a ``ModelPatcher`` with random weights on the CPU.
+
+    ``config`` may hold ``load_device``, where it computes, and ``dtype`` besides the network's values.
+    """
     import comfy.model_patcher
     import comfy.supported_models
 
+    load_device = torch.device(config.pop("load_device", "cpu"))
+    dtype = config.pop("dtype", torch.float32)
     with torch.inference_mode():
         settings = getattr(comfy.supported_models, kind)(config)
         settings.set_inference_dtype(dtype, None)
@@ -55,8 +60,8 @@ def build_patcher(kind: str, config: Options, *, dtype: torch.dtype = torch.floa
             if buffer.is_floating_point():  # position tables, which come from the checkpoint
                 buffer.copy_(0.2 * noise(*buffer.shape))
         randomize(model.diffusion_model)
-        cpu = torch.device("cpu")
-        return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+        host = torch.device("cpu")
+        return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=host)
 
 
 def tiny_flux(**changes: Any) -> Any:

@@ -66,17 +66,17 @@ def fill(adapters):
         adapter.lora_up.data.copy_(0.05 * noise(*adapter.lora_up.shape, seed=index))
 
 
-def gradients(kind, **changes):
+def gradients(kind, device="cpu", **changes):
     """The gradient of every LoRA tensor of one batch, in one mode."""
     from comfyui_ferry.core.comfy_adapter.train_lora import prepared_model
     from comfyui_ferry.core.comfy_adapter.trainable_model import borrowed_model
     from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
 
     asked = request(**changes)
-    model = PATCHERS[kind].build()
+    model = PATCHERS[kind].build(load_device=device)
     on_host = asked.offload.enabled
     with borrowed_model(model, dtype=torch.float32, keep_on_host=on_host) as patcher:
-        process = ComfyProcess(patcher, torch.device("cpu"), seed=0)
+        process = ComfyProcess(patcher, patcher.load_device, seed=0)
         samples, batch = data(kind, patcher)
         with prepared_model(patcher, asked) as run:
             run.rewrite(process, samples, seed=0)
@@ -87,7 +87,7 @@ def gradients(kind, **changes):
                 stats = run.manager.stats()
                 assert stats.streamed_bytes > 0
             found = {
-                f"{path}.{name}": parameter.grad.clone()
+                f"{path}.{name}": parameter.grad.to("cpu", copy=True)
                 for path, adapter in run.adapters.adapters().items()
                 for name, parameter in adapter.named_parameters()
                 if parameter.grad is not None
@@ -109,8 +109,8 @@ def backward(process, batch):
     from comfyui_ferry.core.training import LOSSES, sample_losses
 
     losses = sample_losses(
-        process, batch.clean, batch.conditions, noise=batch.noise, positions=batch.positions,
-        loss=LOSSES["MSE"],
+        process, batch.clean.to(process.device), batch.conditions, noise=batch.noise.to(process.device),
+        positions=batch.positions, loss=LOSSES["MSE"],
     )  # fmt: skip
     losses.mean().backward()
 
@@ -424,3 +424,35 @@ def test_the_loss_map_can_be_drawn():
         shown = drawable(flat)
         assert shown[: len(flat)] == flat
         assert max(shown) - min(shown) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PATCHERS)
+def test_gradients_on_a_gpu(kind):
+    plain = gradients(kind, "cuda", **PLAIN)
+    # fp32 on both; other kernels than on the CPU.
+    assert worst(plain, gradients(kind, **PLAIN)) <= 1e-2
+    for mode in MODES.values():
+        # GPU kernels may add in another order from run to run.
+        assert worst(gradients(kind, "cuda", **mode), plain) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["both", "both, larger parts", "both, optimizer on cpu"])
+def test_a_gpu_holds_a_part_of_the_model(mode):
+    sizes = {"hidden_size": 1536, "num_heads": 12, "axes_dim": [16, 56, 56], "depth": 4,
+             "depth_single_blocks": 12, "dtype": torch.bfloat16}  # fmt: skip
+    model = PATCHERS["flux"].build(load_device="cuda", **sizes)
+    before = values(model)
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    result = train("flux", model, latents=[{"samples": noise(2, 16, 32, 32)}], **MODES[mode])
+    peak = torch.cuda.max_memory_allocated() - start
+    print(f"{mode}: weights {weight_bytes >> 20} MB, peak {peak >> 20} MB, {result.loss_map}")
+    assert all(math.isfinite(loss) for loss in result.loss_map["loss"])
+    assert peak < 0.5 * weight_bytes
+    assert torch.cuda.memory_allocated() - start < 0.05 * weight_bytes
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+    assert all(parameter.device.type == "cpu" for parameter in model.model.parameters())

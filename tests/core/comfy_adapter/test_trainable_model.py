@@ -161,6 +161,7 @@ def wrap(model):
         (wrap, "apply_model"),
         (lambda model: model.set_model_unet_function_wrapper(lambda *args: None), "model_function_wrapper"),
         (lambda model: model.set_additional_models("other", [PATCHERS["flux"].build()]), "other"),
+        (lambda model: model.set_injections("bypass_lora", []), "bypass_lora"),
         (lambda model: model.attachments.update(ferry_parallel=object()), "Parallel Model"),
     ],
 )

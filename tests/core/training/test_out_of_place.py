@@ -167,7 +167,7 @@ def test_a_model_that_writes_in_place_gets_right_gradients():
     model, x = Model(), torch.randn(3, 4)
     with torch.no_grad():
         expected = model(x.clone())
-    with pytest.raises(RuntimeError, match="in.?place"):
+    with pytest.raises(RuntimeError, match=r"in.?place"):
         model(x.clone().requires_grad_() * 1).sum().backward()
     rewriting = OutOfPlace(model)
     rewriting.install()
