@@ -5,6 +5,7 @@ What this module does not do: it has no slot of its own; ``residency`` gives and
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +73,7 @@ class Bucket:
             segment.offset_bytes = self.nbytes
             segment.bucket = self
             self.nbytes += align(segment.nbytes)
+        self._offsets = [segment.offset_bytes for segment in segments]
         self.tensors = list({id(t): t for segment in segments for t in segment.tensors}.values())
         self.host = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.slot: Slot | None = None
@@ -113,10 +115,7 @@ class Bucket:
 
     def segment_at(self, offset_bytes: int) -> Segment:
         """Return the segment that holds this byte of the bucket."""
-        for segment in reversed(self.segments):
-            if segment.offset_bytes <= offset_bytes:
-                return segment
-        raise AssertionError("a bucket's first segment starts at byte 0")
+        return self.segments[bisect.bisect_right(self._offsets, offset_bytes) - 1]
 
     def _in_slot(self, segment: Segment) -> torch.Tensor:
         assert self.slot is not None

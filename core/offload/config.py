@@ -50,9 +50,15 @@ class OffloadConfig:
         Raises:
             RequestError: If the device is of another kind or absent, or a size is out of range.
         """
+        if not isinstance(optimizer_on_host, bool):
+            raise RequestError(
+                f"enable_optimizer_cpu_offload={optimizer_on_host!r}",
+                limit="It is True or False",
+                way_out="Pass one of them",
+            )
         return OffloadConfig(
             target_device=_check_device(target_device),
-            optimizer_on_host=bool(optimizer_on_host),
+            optimizer_on_host=optimizer_on_host,
             split_threshold_bytes=_check_size(
                 "cpu_offload_split_threshold", split_threshold_mb, zero_allowed=False
             ),

@@ -65,7 +65,7 @@ class HostGradients:
         self._on_backward = on_backward
         self._arriving: dict[int, _Arriving] = {}
         self._landings: dict[int, _Landing] = {}
-        self._handles: list[tuple[weakref.ref[torch.Tensor], list]] = []
+        self._handles: list[tuple[PlainTensor, list]] = []
 
     def watch(self, tensor: PlainTensor, region: HostRegion) -> None:
         """Take charge of one parameter's gradient; ``region`` is where it lands."""
@@ -79,7 +79,7 @@ class HostGradients:
             parameter.register_hook(functools.partial(_before_accumulation, *references)),
             parameter.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, *references)),
         ]
-        self._handles.append((weakref.ref(parameter), handles))
+        self._handles.append((tensor, handles))
 
     def finish(self) -> None:
         """Add up what has arrived and give every parameter its gradient."""
@@ -94,12 +94,10 @@ class HostGradients:
     def remove(self) -> None:
         """Finish, and take every hook off."""
         self.finish()
-        for reference, handles in self._handles:
+        for tensor, handles in self._handles:
             for handle in handles:
                 handle.remove()
-            parameter = reference()
-            if parameter is not None:
-                _drop_empty_hook_dicts(parameter)
+            _drop_empty_hook_dicts(tensor.tensor)
         self._handles.clear()
 
     def put_aside(self, tensor: PlainTensor) -> None:
@@ -122,6 +120,9 @@ class HostGradients:
         return self._arriving.setdefault(id(tensor.tensor), _Arriving(tensor))
 
     def _send(self, tensor: PlainTensor, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.device != self._transfer.device:
+            # Autograd copied it to where the parameter is, as it does when it cannot take the gradient over.
+            return gradient
         if gradient.requires_grad or gradient.layout != torch.strided or type(gradient) is not torch.Tensor:
             self._transfer.moved_to_host_bytes += gradient.numel() * gradient.dtype.itemsize
             return gradient.to("cpu")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import OffloadError
+
 ALIGNMENT_BYTES = 64
 
 
@@ -96,6 +98,9 @@ def group_overlapping(tensors: Sequence[torch.Tensor]) -> list[SegmentPlan]:
     """Group plain tensors by the bytes they share; the order follows each group's first tensor.
 
     Addresses decide, not storage objects: two storages over the same memory alias as well.
+
+    Raises:
+        OffloadError: If overlapping tensors cannot all be aligned at once.
     """
     spans = []
     for index, tensor in enumerate(tensors):
@@ -116,13 +121,22 @@ def group_overlapping(tensors: Sequence[torch.Tensor]) -> list[SegmentPlan]:
 
 
 def _plan_segment(group: list[tuple[str, int, int, int]], tensors: Sequence[torch.Tensor]) -> SegmentPlan:
-    # Rounded down, so that every tensor keeps the alignment it had.
-    start = min(span[1] for span in group) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    lowest = min(span[1] for span in group)
+    # Rounded down, so that every tensor keeps the alignment it had; unless it has none (a tensor over
+    # a file's bytes may start anywhere), and gets one.
+    is_aligned = all(low % tensors[index].dtype.itemsize == 0 for _, low, _, index in group)
+    start = lowest // ALIGNMENT_BYTES * ALIGNMENT_BYTES if is_aligned else lowest
     stop = max(span[2] for span in group)
     layouts = []
     for _, low, _, index in sorted(group, key=lambda span: span[3]):
         tensor = tensors[index]
         offset = low - start
+        if offset % tensor.dtype.itemsize:
+            raise OffloadError(
+                f"A {tensor.dtype} tensor of shape {list(tensor.size())} starts at byte {offset} of the "
+                "memory it shares with others, which is no multiple of its element size. Clone it before "
+                "attaching."
+            )
         layout = Layout(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset)
         layouts.append((index, layout))
     return SegmentPlan(nbytes=stop - start, layouts=tuple(layouts))

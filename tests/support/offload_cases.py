@@ -361,6 +361,34 @@ class Counter(nn.Module):
         return y
 
 
+class Dtypes(nn.Module):
+    """A buffer of every kind of element."""
+
+    KINDS = (
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.bool,
+        torch.int64,
+        torch.uint8,
+        torch.float16,
+        torch.float64,
+        torch.complex128,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        for kind in self.KINDS:
+            self.register_buffer(f"of_{kind}".replace(".", "_"), torch.rand(5).mul(3).to(kind))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        total = sum(
+            getattr(self, f"of_{kind}".replace(".", "_")).to(torch.complex128).real for kind in self.KINDS
+        )
+        return self.proj(x) + total.sum().float() / 50
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "orphans, keyword-only, dict": CallsOrphans,
@@ -381,6 +409,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "wrapper subclass": Quantized,
     "plain subclass": PlainSubclass,
     "writes buffers": Counter,
+    "dtypes": Dtypes,
 }
 
 
@@ -449,6 +478,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-
     """Largest difference relative to the largest entry: a sum in another order moves the last bit only."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     if expected.numel() and (expected.is_floating_point() or expected.is_complex()):
+        wide = torch.complex128 if expected.is_complex() else torch.float64
+        actual, expected = actual.to(wide), expected.to(wide)
         assert expected.isfinite().all()
         difference = (actual - expected).abs().max().item()
         assert difference <= rtol * max(expected.abs().max().item(), 1e-30), difference

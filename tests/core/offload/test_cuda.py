@@ -213,6 +213,40 @@ def test_an_exception_and_a_retry_on_another_stream():
         assert_close(mine.grad, other.grad.cpu(), 1e-5)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non_reentrant"])
+def test_an_exception_in_a_backward_leaves_nothing(checkpointing):
+    model = build("residual", checkpointing)
+    manager = OffloadTrainingManager(model, "cuda", True)
+
+    def fail(gradient):
+        raise ArithmeticError("stop")
+
+    h = model.blocks[1](model.blocks[0](inputs(0, "cuda")))
+    h.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model.blocks[3](model.blocks[2](h)).square().mean().backward()
+    del h
+    assert manager.resident_bytes == manager.resident_set_bytes
+    model.zero_grad()
+    model(inputs(0, "cuda")).square().mean().backward()
+    manager.after_backward()
+    plain = build("residual", checkpointing).cuda()
+    plain(inputs(0, "cuda")).square().mean().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(mine.grad, other.grad.cpu(), 1e-5)
+
+
+def test_moving_the_managed_model_is_undone_by_the_engine():
+    plain, model = build("batch norm").cuda().eval(), build("batch norm").eval()
+    model.requires_grad_(False)
+    with OffloadTrainingManager(model, "cuda") as manager:
+        model.to("cuda")
+        assert_close(model(inputs(0, "cuda")).detach(), plain(inputs(0, "cuda")).detach(), 1e-5)
+        assert manager.resident_bytes == manager.resident_set_bytes
+        assert all(p.device.type == "cpu" for p in model.parameters())
+    assert all(t.device.type == "cpu" for t in model.buffers())
+
+
 def test_a_second_manager_and_a_graph_between():
     plain, model = build("residual").cuda(), build("residual")
     OffloadTrainingManager(model, "cuda", True)

@@ -223,7 +223,7 @@ def test_state_dict_save_and_load_while_offloaded(name):
         torch.save(model.blocks[0].weight, one)
         assert len(one.getvalue()) < 8 * WIDTH * WIDTH * 4
         file.seek(0)
-        loaded = {key: value + 1 for key, value in torch.load(file).items()}
+        loaded = {key: value if value.itemsize == 1 else value + 1 for key, value in torch.load(file).items()}
         if name not in ("views", "tied"):  # adding to aliases one by one means nothing
             model.load_state_dict(loaded)
             plain.load_state_dict(loaded)
@@ -237,8 +237,10 @@ def test_state_dict_save_and_load_while_offloaded(name):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("wrapper subclass", "dataclass")])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies_of_a_managed_model_are_plain(name, how):
-    if name in ("parametrized",) and how != "deepcopy":
+    if name == "parametrized" and how != "deepcopy":
         pytest.skip("parametrized modules refuse to be pickled, with or without offloading")
+    if name == "dtypes" and how == "pickle":
+        pytest.skip("torch unpickles float8 only through torch.load, with or without offloading")
     model = build(name).eval()
     with torch.no_grad():
         expected = model(inputs(0))
