@@ -41,12 +41,9 @@ _LISTEN = """() => {
 }"""
 _PICTURES = """() => Object.fromEntries(app.graph._nodes.filter(n => n.type === 'SaveImage').map(n =>
     [n.widgets.find(w => w.name === 'filename_prefix').value, app.nodeOutputs[n.id]?.images?.[0]]))"""
-_FIT_VIEW = """() => { const nodes = app.graph._nodes; const ds = app.canvas.ds;
-    const left = Math.min(...nodes.map(n => n.pos[0])), top = Math.min(...nodes.map(n => n.pos[1]));
-    const right = Math.max(...nodes.map(n => n.pos[0] + n.size[0]));
-    const bottom = Math.max(...nodes.map(n => n.pos[1] + n.size[1]));
-    ds.scale = Math.min(1500 / (right - left + 120), 860 / (bottom - top + 120));
-    ds.offset = [60 - left, 110 - top]; app.canvas.setDirty(true, true); }"""
+_FIT_VIEW = "() => app.extensionManager.command.execute('Comfy.Canvas.FitView')"
+# While the page starts, a mask over everything swallows clicks; its animation has to end.
+_UNCOVERED = "() => !document.querySelector('.p-blockui-mask, .p-progressspinner')"
 
 
 @pytest.fixture
@@ -64,9 +61,10 @@ def page(server: ComfyServer) -> Iterator[Any]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found[0], headless=True, args=_FLAGS)
         try:
-            opened = browser.new_context(viewport={"width": 1600, "height": 1000}, locale="en-US").new_page()
+            opened = browser.new_context(viewport={"width": 1920, "height": 1080}, locale="en-US").new_page()
             opened.goto(f"{server.url}/", wait_until="domcontentloaded")
             opened.wait_for_function(_READY, timeout=60_000)
+            opened.wait_for_function(_UNCOVERED, timeout=60_000)
             yield opened
         finally:
             browser.close()
