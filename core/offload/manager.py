@@ -42,10 +42,16 @@ class OffloadTrainingManager:
     and initialising work as usual. A method other than ``forward``, called from outside any
     forward, may read weights directly within ``forward_scope()``.
 
-    Attaching a second manager to the same model removes the first one. Limits: a write through
-    ``.data`` inside a forward is not carried back; ``torch.autograd.grad`` with respect to a
-    parameter that is offloaded itself (``enable_optimizer_cpu_offload``) is not supported on CUDA;
-    a parameter that requires a gradient only later needs a new manager.
+    Attaching a second manager to the same model removes the first one.
+
+    Limits:
+        * A write through ``.data`` inside a forward leaves no trace and is not carried back.
+        * A parameter kept in a list or on ``ctx`` besides its module is on the target only while its
+          own module runs; pass it to ``save_for_backward``, or read it from the module.
+        * With ``enable_optimizer_cpu_offload`` on CUDA, ``torch.autograd.grad`` with respect to
+          parameters is not supported: autograd ties their graph to the device they are on.
+        * ``torch.func.grad`` and its kin disable saved-tensor hooks, and are refused.
+        * A parameter that requires a gradient only later needs a new manager.
 
     Args:
         model: Any module; its tensors may be on the CPU or on CUDA.

@@ -199,8 +199,8 @@ class SavedTensorHooks:
     def push(self) -> bool:
         """Make the engine's pair the innermost one; return whether there was something to push.
 
-        Nothing is pushed where hooks are disabled (``torch.func`` transforms): views of slots are
-        saved then, and their slots stay held.
+        Raises:
+            OffloadError: If hooks are disabled where gradients are recorded (``torch.func.grad``).
         """
         if self.is_innermost():
             return False
@@ -210,8 +210,15 @@ class SavedTensorHooks:
         return True
 
     def is_innermost(self) -> bool:
-        """Return whether there is nothing to push: ours are on top, or hooks are disabled."""
+        """Return whether there is nothing to push: ours are on top, or nothing will be saved."""
         if not _autograd._saved_tensors_hooks_is_enabled():
+            if torch.is_grad_enabled():
+                reason = _autograd._saved_tensors_hooks_get_disabled_error_message()
+                raise OffloadError(
+                    "An offloaded model was run with gradients where saved-tensor hooks are disabled: "
+                    f"{reason} Without them autograd would keep weights that are on the host by the time "
+                    "of the backward. Remove the OffloadTrainingManager for this, or run without gradients."
+                )
             return True
         outer = _autograd._top_saved_tensors_default_hooks(True)
         top = None if outer is None else getattr(outer[0], "__self__", None)
