@@ -1,13 +1,15 @@
 """Make a model's Python code free of in-place updates of local names, while training.
 
-Blocks of several ComfyUI models write ``img += gate * attention(img)``. With block checkpointing the
-recomputation then starts from a changed input, and saved-tensor hooks (checkpointing, offloading)
-switch autograd's own in-place check off, so gradients are wrong without an error. Here the methods'
-source is rewritten: ``name op= value`` becomes ``name = update(op, name, value)``, which for tensors
-computes a new one of the same dtype. The result is bound to the instance and can be taken off again.
+Blocks of several ComfyUI models write ``img += gate * attention(img)`` or ``x.addcmul_(y, gate)``. With
+block checkpointing the recomputation then starts from a changed input, and saved-tensor hooks
+(checkpointing, offloading) switch autograd's own in-place check off, so gradients are wrong without an
+error. Here the methods' source is rewritten: ``name op= value`` and the statement ``name.op_(value)``
+become ``name = update(op, name, value)``, which for tensors computes a new one of the same dtype. The
+result is bound to the instance and can be taken off again.
 
-What it does not do: statements such as ``x.add_(y)`` or ``x[:, :n] += y`` stay. Block checkpointing
-notices if they change a block's input, and ``self_check.check_same_output`` compares the outputs.
+What it does not do: other forms such as ``x[:, :n] += y`` stay. Block checkpointing notices if they
+change a block's input, and ``self_check.check_same_output`` compares the outputs, so an update through a
+view that something else was meant to see is found.
 """
 
 from __future__ import annotations
@@ -43,6 +45,11 @@ _OPERATORS = {
     "BitOr": (operator.or_, operator.ior),
     "BitXor": (operator.xor, operator.ixor),
 }
+# Methods with an out-of-place counterpart of the same name, without the underscore.
+_METHODS = frozenset(
+    "abs_ add_ addcdiv_ addcmul_ clamp_ cos_ div_ exp_ index_add_ lerp_ masked_fill_ mul_ neg_ pow_ relu_ "
+    "scatter_add_ scatter_reduce_ sigmoid_ sin_ sqrt_ square_ sub_ tanh_".split()
+)
 
 
 class OutOfPlace:
@@ -95,12 +102,25 @@ def _own_forward_runs(module: nn.Module) -> bool:
     return current is None or (isinstance(current, HookedForward) and current.inner is None)
 
 
-def update(name: str, current: Any, value: Any) -> Any:
-    """Return ``current op value`` as ``current op= value`` would leave it, without writing to a tensor."""
-    plain, in_place = _OPERATORS[name]
-    if not isinstance(current, Tensor):
-        return in_place(current, value)
-    result = plain(current, value)
+def update(name: str, current: Any, *values: Any, **options: Any) -> Any:
+    """Return what ``current`` is after an in-place operation, without writing to a tensor.
+
+    Args:
+        name: A key of ``_OPERATORS`` (``current op= value``) or of ``_METHODS`` (``current.op_(...)``).
+        current: The object; anything but a tensor is updated in place, as written.
+        values: The operation's arguments.
+        options: Its keyword arguments.
+    """
+    if name in _METHODS:
+        if not isinstance(current, Tensor):
+            getattr(current, name)(*values, **options)
+            return current
+        result = getattr(current, name.removesuffix("_"))(*values, **options)
+    else:
+        plain, in_place = _OPERATORS[name]
+        if not isinstance(current, Tensor):
+            return in_place(current, *values)
+        result = plain(current, *values)
     # In place keeps the dtype of the left side; a plain operation promotes.
     return result if result.dtype == current.dtype else result.to(current.dtype)
 
@@ -134,14 +154,25 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.target, ast.Name):
             return node
+        return self._update(node, node.target.id, type(node.op).__name__, [node.value], [])
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        self.generic_visit(node)
+        call = node.value
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            return node
+        owner = call.func.value
+        if not isinstance(owner, ast.Name) or call.func.attr not in _METHODS:
+            return node
+        return self._update(node, owner.id, call.func.attr, call.args, call.keywords)
+
+    def _update(
+        self, node: ast.AST, name: str, operation: str, values: list[ast.expr], options: list[ast.keyword]
+    ) -> ast.AST:
         self.count += 1
-        arguments = [
-            ast.Constant(type(node.op).__name__),
-            ast.Name(node.target.id, ast.Load()),
-            node.value,
-        ]
-        call = ast.Call(ast.Name(_UPDATE, ast.Load()), arguments, [])
-        return ast.copy_location(ast.Assign([ast.Name(node.target.id, ast.Store())], call), node)
+        arguments = [ast.Constant(operation), ast.Name(name, ast.Load()), *values]
+        call = ast.Call(ast.Name(_UPDATE, ast.Load()), arguments, options)
+        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], call), node)
 
 
 def rewrite(function: types.FunctionType) -> types.FunctionType | None:

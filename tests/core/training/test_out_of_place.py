@@ -22,6 +22,15 @@ def all_operators(x, y):
     return x
 
 
+def all_methods(x, y):
+    x.addcmul_(y, y, value=0.5)
+    x.add_(y, alpha=2)
+    x.mul_(y).sub_(1)
+    x.masked_fill_(x > 3, 3.0)
+    x.clamp_(max=2.5)
+    return x
+
+
 def with_list(items, more):
     items += more
     return items
@@ -82,6 +91,15 @@ def test_operators_give_the_same_and_write_to_nothing():
     assert torch.equal(rewrite(all_operators)(x, y), expected)
     assert torch.equal(x, before)
     assert x._version == 0
+
+
+def test_method_statements_give_the_same_and_write_to_nothing():
+    x, y = torch.rand(4) + 1, torch.rand(4) + 1
+    rewritten, chained = rewrite(all_methods), x.clone()
+    expected = all_methods(x.clone(), y)
+    # A chain is an expression on a temporary; it stays, and works on the copies made before it.
+    assert torch.equal(rewritten(chained, y), expected)
+    assert torch.equal(chained, x)
 
 
 def test_the_dtype_of_the_left_side_is_kept():
