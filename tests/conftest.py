@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# ComfyUI decides once per process whether it computes on GPUs, so one run has either kind of test.
+GPU_MODE = os.environ.get("FERRY_TEST_DEVICE", "cpu") == "cuda"
 
 
 def _load_package(alias: str, folder: Path) -> None:
@@ -51,16 +53,10 @@ def _set_up_comfyui(path: Path) -> None:
     import comfy.options  # noqa: F401  (argument parsing stays off: pytest's argv is not ComfyUI's)
     from comfy.cli_args import args
 
-    if not _has_cuda():
+    if not GPU_MODE:
         args.cpu = True
     # Before `nodes`: 0.3.75's nodes.py puts comfy/ first on sys.path, where another `utils` lives.
     import utils.extra_config  # noqa: F401
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 _load_package("comfyui_ferry", ROOT)
@@ -77,13 +73,15 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if GPU_MODE and torch.cuda.is_available() else 0
     rules = [
-        ("gpu", gpus >= 1, "needs a CUDA GPU"),
-        ("multigpu", gpus >= 2, "needs two CUDA GPUs"),
+        ("gpu", gpus >= 1, "needs a CUDA GPU and FERRY_TEST_DEVICE=cuda"),
+        ("multigpu", gpus >= 2, "needs two CUDA GPUs and FERRY_TEST_DEVICE=cuda"),
         ("comfy", COMFYUI is not None, "needs ComfyUI: set COMFYUI_PATH"),
     ]
     for item in items:
+        if GPU_MODE and not (item.get_closest_marker("gpu") or item.get_closest_marker("multigpu")):
+            item.add_marker(pytest.mark.skip(reason="a CPU test; run it without FERRY_TEST_DEVICE"))
         for marker, available, reason in rules:
             if item.get_closest_marker(marker) and not available:
                 item.add_marker(pytest.mark.skip(reason=reason))

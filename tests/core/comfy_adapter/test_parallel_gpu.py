@@ -1,0 +1,36 @@
+"""Whole MODELs on real GPUs: two workers over NCCL against ComfyUI's own KSampler on one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ferry_support.sampling import CFG_2, ULYSSES_2, difference, parallel, sample, with_lora
+from ferry_support.tiny_patchers import PATCHERS
+
+pytestmark = [pytest.mark.comfy, pytest.mark.multigpu, pytest.mark.timeout(240)]
+
+# Shards change the shapes of matrix products, and with them the GPU's kernels and order of additions;
+# three sampling steps carry that on. bf16 keeps 8 bits of each value.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+RING_2 = {"gpus": 2, "cfg_degree": 1, "ulysses_degree": 1, "ring_degree": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_at_the_end():
+    yield
+    from comfyui_ferry.core.comfy_adapter import close_workers
+
+    close_workers()
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("degrees", [ULYSSES_2, CFG_2, RING_2], ids=["ulysses", "cfg", "ring"])
+def test_two_gpus_equal_one(degrees, dtype):
+    """All families on one warm pair of workers, with and without a LoRA, twice."""
+    for kind in ("flux", "qwen", "wan"):
+        model = PATCHERS[kind].build(load_device="cuda", dtype=dtype)
+        for candidate in (model, with_lora(model), model):
+            expected = sample(candidate, kind)
+            assert torch.isfinite(expected).all()
+            assert difference(sample(parallel(candidate, degrees), kind), expected) <= LIMITS[dtype], kind
+        assert difference(sample(with_lora(model), kind), sample(model, kind)) > 2e-3
