@@ -116,4 +116,4 @@ def test_drop_the_workflow_press_run_see_the_picture(
                 element.src = app.api.apiURL('/view?' + new URLSearchParams(image)); })""",
             image,
         )
-        assert size == [64, 64]
+        assert size == [256, 256]  # 64 pixels, drawn 4 times as large

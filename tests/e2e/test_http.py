@@ -174,7 +174,7 @@ def test_second_run_with_another_seed_size_and_strength(server: ComfyServer, pro
     result = run_prompt(server, prompt)
     assert node_id(prompt, "FerryTrainLoraOffload") in result.cached
     shown = pictures(server, prompt, result)
-    assert {picture.shape for picture in shown.values()} == {(48, 96, 3)}
+    assert {picture.shape for picture in shown.values()} == {(4 * 48, 4 * 96, 3)}
     assert not np.array_equal(shown["ferry/with_lora"], shown["ferry/without_lora"])
 
 

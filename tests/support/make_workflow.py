@@ -57,7 +57,7 @@ def build_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
         node_title="Load Conditioning (empty prompt)",
         conditioning_name="ferry_empty.safetensors",
     )
-    builder.group("Models and prompts", (20, 30, 360, 560), "#3f789e")
+    builder.group("Models and prompts", (20, 30, 360, 570), "#3f789e")
     lora = _add_training(builder, model, vae, positive)
     _add_sampling(builder, model, vae, lora, positive, negative)
     return builder.graph()
@@ -84,16 +84,16 @@ def _add_training(builder: GraphBuilder, model: Output, vae: Output, positive: O
     )
     builder.add("LossGraphNode", (1180, 100), node_size=(360, 400), loss=losses, filename_prefix="loss_graph")
     builder.note(_TRAINING, (420, 360), (330, 400))
-    builder.group("1. Train a LoRA", (400, 30, 1160, 760), "#8a6d3b")
+    builder.group("1. Train a LoRA", (400, 30, 1160, 780), "#8a6d3b")
     return lora
 
 
 def _add_sampling(
     builder: GraphBuilder, model: Output, vae: Output, lora: Output, positive: Output, negative: Output
 ) -> None:
-    (with_lora,) = builder.add("LoraModelLoader", (420, 900), model=model, lora=lora, strength_model=1.0)
+    (with_lora,) = builder.add("LoraModelLoader", (1620, 100), model=model, lora=lora, strength_model=1.0)
     (latent,) = builder.add(
-        "EmptyHunyuanLatentVideo", (420, 1040), width=64, height=64, length=1, batch_size=1
+        "EmptyHunyuanLatentVideo", (1620, 240), width=64, height=64, length=1, batch_size=1
     )
     shared: dict[str, Any] = {
         "seed": _SEED,
@@ -108,8 +108,8 @@ def _add_sampling(
     }
     (parallel,) = builder.add(
         "FerryParallelSampler",
-        (780, 900),
-        node_size=(360, 420),
+        (1980, 100),
+        node_size=(360, 540),
         model=with_lora,
         gpus=2,
         cfg_degree=1,
@@ -118,23 +118,26 @@ def _add_sampling(
     )
     (single,) = builder.add(
         "KSampler",
-        (780, 1380),
+        (1980, 700),
         node_title="KSampler (without the LoRA)",
-        node_size=(360, 320),
+        node_size=(360, 560),
         model=model,
         **shared,
     )
-    for samples, row, name in ((parallel, 900, "with_lora"), (single, 1380, "without_lora")):
-        (image,) = builder.add("VAEDecode", (1180, row), node_size=(220, 60), samples=samples, vae=vae)
+    for samples, row, name in ((parallel, 100, "with_lora"), (single, 700, "without_lora")):
+        (image,) = builder.add("VAEDecode", (2380, row), node_size=(220, 60), samples=samples, vae=vae)
+        (large,) = builder.add(
+            "ImageScaleBy", (2380, row + 100), image=image, upscale_method="nearest-exact", scale_by=4.0
+        )
         builder.add(
             "SaveImage",
-            (1180, row + 110),
-            node_size=(360, 330),
-            images=image,
+            (2380, row + 250),
+            node_size=(320, 320),
+            images=large,
             filename_prefix=f"ferry/{name}",
         )
-    builder.note(_SAMPLING, (420, 1220), (330, 300))
-    builder.group("2. Sample with the LoRA, in parallel", (400, 830, 1160, 1010), "#3f7a4f")
+    builder.note(_SAMPLING, (1620, 460), (330, 300))
+    builder.group("2. Sample with the LoRA, in parallel", (1600, 30, 1160, 1270), "#3f7a4f")
 
 
 def main() -> None:
