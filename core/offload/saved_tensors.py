@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import OffloadError
 from .buckets import Bucket, Segment
 from .segments import view_of_storage
-from .tensors import Rebuild, take_apart
+from .wrappers import Rebuild, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ comparing all bytes, so it is not carried back to the master of a streamed tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from .segments import Layout
+from .wrappers import take_apart
 
 if TYPE_CHECKING:
     from .buckets import Bucket, Segment
@@ -279,29 +280,3 @@ def set_data_and_gradient(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.grad = None
     set_data(tensor, value)
     tensor.grad = gradient.to(value.device)
-
-
-Rebuild = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-
-
-def take_apart(tensor: torch.Tensor) -> tuple[list[torch.Tensor], Rebuild]:
-    """Return the plain tensors inside and a function that builds a like object around others.
-
-    Follows PyTorch's protocol of traceable wrapper subclasses (``__tensor_flatten__``), nested ones
-    included.
-    """
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor], lambda leaves: leaves[0]
-    names, context = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-    parts = [take_apart(getattr(tensor, name)) for name in names]
-    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
-
-    def rebuild(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        inner: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, (own_leaves, build) in zip(names, parts, strict=True):
-            inner[name] = build(leaves[start : start + len(own_leaves)])
-            start += len(own_leaves)
-        return kind.__tensor_unflatten__(inner, context, size, stride)  # pyright: ignore
-
-    return [leaf for own_leaves, _ in parts for leaf in own_leaves], rebuild

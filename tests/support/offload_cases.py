@@ -308,6 +308,9 @@ class Int8Weight(torch.Tensor):
             return Int8Weight(args[0].values, args[0].scale)
         if func is torch.ops.aten.clone.default:
             return Int8Weight(args[0].values.clone(), args[0].scale.clone())
+        if func is torch.ops.aten._to_copy.default:
+            device = (kwargs or {}).get("device")
+            return Int8Weight(args[0].values.to(device), args[0].scale.to(device))
         plain = torch.utils._pytree.tree_map_only(
             Int8Weight, lambda t: t.values * t.scale, (args, kwargs or {})
         )

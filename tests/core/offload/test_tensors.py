@@ -7,7 +7,6 @@ from comfyui_ferry.core.offload.tensors import (
     make_managed,
     set_data,
     set_data_and_gradient,
-    take_apart,
 )
 from ferry_support.offload_cases import Int8Weight, TaggedParameter
 from torch import nn
@@ -24,14 +23,6 @@ def test_which_tensors_keep_their_identity():
     assert type(make_managed(TaggedParameter(torch.ones(1)), [])) is PlainTensor
     assert type(make_managed(wrapper(), [])) is SubstitutedTensor
     assert type(make_managed(inference, [])) is SubstitutedTensor
-
-
-def test_a_wrapper_is_taken_apart_and_rebuilt_around_others():
-    leaves, rebuild = take_apart(nn.Parameter(wrapper(), requires_grad=False))
-    assert [leaf.dtype for leaf in leaves] == [torch.int8, torch.float32]
-    made = rebuild([leaves[0] * 3, leaves[1]])
-    assert type(made) is Int8Weight
-    assert torch.equal(made.values * made.scale, torch.full((2, 2), 1.5))
 
 
 def test_rebinding_keeps_identity_version_and_graph():
