@@ -135,6 +135,7 @@ class OffloadTrainingManager:
             engine.end_all_tasks()
             engine.gradients.remove()
             engine.store.restore()
+        engine.residency.pool.trim(0)
         for holder in self._holders:
             _set_dict(holder.module, holder.hand_back(), is_parameters=holder.is_parameters)
         for reference in self._hooked:

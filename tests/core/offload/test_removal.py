@@ -109,6 +109,16 @@ def test_a_graph_outlives_the_removal():
         assert_close(mine.grad, other.grad), name
 
 
+def test_removal_frees_the_slots_at_once():
+    model = build("residual").requires_grad_(False)
+    manager = OffloadTrainingManager(model, "cpu")
+    engine = manager._engine
+    model(inputs(0))
+    assert manager.stats().slot_bytes > 0
+    manager.remove()
+    assert engine.residency.pool.allocated_bytes == 0
+
+
 def test_removal_inside_a_forward_is_refused():
     class Removes(nn.Module):
         def __init__(self) -> None:
