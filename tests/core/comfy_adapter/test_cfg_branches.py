@@ -154,6 +154,6 @@ def test_an_error_in_a_worker_names_the_rank_and_holds_its_traceback(model, expe
 
 
 def test_other_degrees_in_one_prompt(model, expected):
-    for degrees in (ULYSSES_2, CFG_2):
+    for degrees in (CFG_2, ULYSSES_2):
         assert difference(sample(parallel(model, degrees), KIND), expected) <= TOLERANCE
     assert len(worker_processes()) == 2

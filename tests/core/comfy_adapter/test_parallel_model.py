@@ -192,17 +192,51 @@ def test_a_changed_lora_does_not_reload_the_model(monkeypatch):
     assert jobs.count("patch") == 3
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 2, 1), (3, 1, 3), (4, 2, 2), (3, 3, 1)], ids=str)
-def test_degrees(degrees):
-    """CFG parallel with prompts of lengths that ComfyUI cannot batch, uneven heads, and their product."""
-    model = build("qwen")
-    for positive, negative in ((POSITIVE, NEGATIVE), (conditioning(8, 3), conditioning(8, 4))):
-        prompts = {"positive": positive, "negative": negative}
-        expected = sample_here(model, latent(), **prompts)
-        assert difference(sample_on_workers(model, latent(), degrees, **prompts), expected) <= TOLERANCE
-    expected = sample_here(model, latent(), cfg=1.0)
-    assert difference(sample_on_workers(model, latent(), degrees, cfg=1.0), expected) <= TOLERANCE
-    assert len(worker_processes()) == degrees[0]
+def test_a_collected_clone_does_not_switch_the_workers_off():
+    from comfyui_ferry.core.comfy_adapter import make_parallel
+
+    model = build("wan")
+    parallel = make_parallel(model, gpus=2, cfg_degree=1, ulysses_degree=2)
+    sample_here(parallel, latent())
+    injected = model.model.diffusion_model.__dict__["_forward"]
+    clone = parallel.clone()
+    del clone
+    gc.collect()
+    assert model.model.diffusion_model.__dict__["_forward"] is injected
+    assert difference(sample_here(parallel, latent()), sample_here(model, latent())) <= TOLERANCE
+    assert "_forward" not in model.model.diffusion_model.__dict__
+    assert difference(sample_here(parallel, latent()), sample_here(model, latent())) <= TOLERANCE
+
+
+def test_a_killed_worker_ends_the_sampling_and_the_next_one_works():
+    import os
+    import signal
+
+    model = build("wan")
+    expected = sample_here(model, latent())
+    sample_on_workers(model, latent())
+    os.kill(worker_processes()[0], signal.SIGKILL)
+    try:
+        repeated = sample_on_workers(model, latent())
+    except WorkerError:
+        repeated = sample_on_workers(model, latent())
+    assert difference(repeated, expected) <= TOLERANCE
+
+
+def test_regional_prompts_and_masks():
+    """Several entries per conditioning, with areas and strengths, stay ComfyUI's business."""
+    model = build("flux")
+    area = [
+        [
+            noise(1, 9, 40, seed=8),
+            {"pooled_output": noise(1, 24, seed=8), "area": (6, 6, 2, 4), "strength": 0.7},
+        ]
+    ]
+    positive = POSITIVE + area
+    image = {**latent(), "noise_mask": (noise(1, 1, 10, 14) > 0).float()}
+    expected = sample_here(model, image, positive=positive)
+    assert difference(sample_on_workers(model, image, (2, 1, 2), positive=positive), expected) <= TOLERANCE
+    assert difference(sample_on_workers(model, image, (2, 2, 1), positive=positive), expected) <= TOLERANCE
 
 
 def test_other_samplers_take_a_parallel_model():
@@ -256,38 +290,6 @@ def test_other_samplers_take_a_parallel_model():
         assert difference(there, here) <= TOLERANCE
 
 
-def test_regional_prompts_and_masks():
-    """Several entries per conditioning, with areas and strengths, stay ComfyUI's business."""
-    model = build("flux")
-    area = [
-        [
-            noise(1, 9, 40, seed=8),
-            {"pooled_output": noise(1, 24, seed=8), "area": (6, 6, 2, 4), "strength": 0.7},
-        ]
-    ]
-    positive = POSITIVE + area
-    image = {**latent(), "noise_mask": (noise(1, 1, 10, 14) > 0).float()}
-    expected = sample_here(model, image, positive=positive)
-    assert difference(sample_on_workers(model, image, (2, 2, 1), positive=positive), expected) <= TOLERANCE
-    assert difference(sample_on_workers(model, image, (2, 1, 2), positive=positive), expected) <= TOLERANCE
-
-
-def test_a_collected_clone_does_not_switch_the_workers_off():
-    from comfyui_ferry.core.comfy_adapter import make_parallel
-
-    model = build("wan")
-    parallel = make_parallel(model, gpus=2, cfg_degree=1, ulysses_degree=2)
-    sample_here(parallel, latent())
-    injected = model.model.diffusion_model.__dict__["_forward"]
-    clone = parallel.clone()
-    del clone
-    gc.collect()
-    assert model.model.diffusion_model.__dict__["_forward"] is injected
-    assert difference(sample_here(parallel, latent()), sample_here(model, latent())) <= TOLERANCE
-    assert "_forward" not in model.model.diffusion_model.__dict__
-    assert difference(sample_here(parallel, latent()), sample_here(model, latent())) <= TOLERANCE
-
-
 def test_cancel_leaves_the_workers_usable(monkeypatch):
     import comfy.model_management as management
 
@@ -303,19 +305,17 @@ def test_cancel_leaves_the_workers_usable(monkeypatch):
     assert worker_processes() == workers
 
 
-def test_a_killed_worker_ends_the_sampling_and_the_next_one_works():
-    import os
-    import signal
-
-    model = build("wan")
-    expected = sample_here(model, latent())
-    sample_on_workers(model, latent())
-    os.kill(worker_processes()[0], signal.SIGKILL)
-    try:
-        repeated = sample_on_workers(model, latent())
-    except WorkerError:
-        repeated = sample_on_workers(model, latent())
-    assert difference(repeated, expected) <= TOLERANCE
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 2, 1), (3, 1, 3), (4, 2, 2), (3, 3, 1)], ids=str)
+def test_degrees(degrees):
+    """CFG parallel with prompts of lengths that ComfyUI cannot batch, uneven heads, and their product."""
+    model = build("qwen")
+    for positive, negative in ((POSITIVE, NEGATIVE), (conditioning(8, 3), conditioning(8, 4))):
+        prompts = {"positive": positive, "negative": negative}
+        expected = sample_here(model, latent(), **prompts)
+        assert difference(sample_on_workers(model, latent(), degrees, **prompts), expected) <= TOLERANCE
+    expected = sample_here(model, latent(), cfg=1.0)
+    assert difference(sample_on_workers(model, latent(), degrees, cfg=1.0), expected) <= TOLERANCE
+    assert len(worker_processes()) == degrees[0]
 
 
 @pytest.fixture

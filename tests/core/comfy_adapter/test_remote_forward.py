@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
@@ -37,8 +39,14 @@ def test_context_windows(models):
     import comfy_extras.nodes_context_windows as windows
 
     latent = {"samples": torch.zeros(1, 16, 6, 8, 6)}
-    arguments = (models["wan"], 9, 4, "standard_static", 1, False, "pyramid")
-    windowed = windows.WanContextWindowsManualNode.execute(*arguments).args[0]
+    node = windows.WanContextWindowsManualNode
+    settings = {
+        "context_length": 9, "context_overlap": 4, "context_schedule": "standard_static", "context_stride": 1,
+        "closed_loop": False, "fuse_method": "pyramid", "freenoise": False,
+    }  # fmt: skip
+    known = inspect.signature(node.execute).parameters
+    settings = {name: value for name, value in settings.items() if name in known}
+    windowed = node.execute(models["wan"], **settings).args[0]
     plain = sample(models["wan"], "wan", latent=latent)
     assert difference(assert_equal(windowed, "wan", latent=latent), plain) > 1e-3
 
