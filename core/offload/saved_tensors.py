@@ -61,7 +61,7 @@ def check_torch() -> None:
     if missing:
         raise OffloadError(
             f"Offloading needs {', '.join(missing)}, which torch {torch.__version__} does not have. "
-            "Use torch 2.7 to 2.14."
+            "Use a version that this is tested with: torch 2.11 or 2.14."
         )
 
 
