@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 # The same kernels on the same values; only the order in which gradients of a shared tensor are added
 # may differ. 3e-7 is seen; 1.2e-6 for the UNet, whose skip connections add gradients everywhere.
-EXACT = {"flux": 1e-6, "qwen": 1e-6, "wan": 1e-6, "sd3": 1e-6, "sdxl": 5e-6}
+EXACT = {"flux": 1e-6, "qwen": 1e-6, "wan": 1e-6, "z-image": 1e-6, "sd3": 1e-6, "sdxl": 5e-6}
 # Against weights with the LoRA merged in: one matmul instead of two, through the whole network.
 # 3e-5 is seen.
 MERGED = 5e-4
@@ -432,9 +432,10 @@ def test_gradients_on_a_gpu(kind):
     plain = gradients(kind, "cuda", **PLAIN)
     # fp32 on both; other kernels than on the CPU.
     assert worst(plain, gradients(kind, **PLAIN)) <= 1e-2
+    # GPU kernels may add in another order from run to run; convolutions do so in TF32 (2.3e-4 is seen).
+    tolerance = 2e-3 if kind == "sdxl" else 1e-5
     for mode in MODES.values():
-        # GPU kernels may add in another order from run to run.
-        assert worst(gradients(kind, "cuda", **mode), plain) <= 1e-5
+        assert worst(gradients(kind, "cuda", **mode), plain) <= tolerance
 
 
 @pytest.mark.gpu
@@ -452,7 +453,7 @@ def test_a_gpu_holds_a_part_of_the_model(mode):
     peak = torch.cuda.max_memory_allocated() - start
     print(f"{mode}: weights {weight_bytes >> 20} MB, peak {peak >> 20} MB, {result.loss_map}")
     assert all(math.isfinite(loss) for loss in result.loss_map["loss"])
-    assert peak < 0.5 * weight_bytes
+    assert peak < 0.25 * weight_bytes  # 0.11 is seen
     assert torch.cuda.memory_allocated() - start < 0.05 * weight_bytes
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
     assert all(parameter.device.type == "cpu" for parameter in model.model.parameters())
