@@ -23,6 +23,14 @@ def class_path(diffusion_model: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def innermost_forward(diffusion_model: nn.Module) -> str:
+    """Return the name of the method that only computes: ``_forward``, around which ComfyUI's wrappers run.
+
+    Classes without wrappers (Stable Diffusion 3) have ``forward`` alone.
+    """
+    return "_forward" if hasattr(type(diffusion_model), "_forward") else "forward"
+
+
 def describe_model(model: Any) -> dict[str, Any]:
     """Return the message from which a worker builds the same, empty diffusion model.
 

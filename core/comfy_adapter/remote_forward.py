@@ -1,4 +1,4 @@
-"""Replace a diffusion model's innermost ``_forward`` by a call into the worker group.
+"""Replace a diffusion model's innermost forward by a call into the worker group.
 
 It is set on the *instance*, through ComfyUI's injections, so every wrapper that other nodes add
 (EasyCache, context windows, APPLY_MODEL and DIFFUSION_MODEL wrappers) still runs here, in ComfyUI's
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import RequestError
+from .model_export import innermost_forward
 
 if TYPE_CHECKING:
     from .parallel_run import ParallelRun
@@ -28,14 +29,14 @@ _PATCH_OPTIONS = ("patches", "patches_replace", "optimized_attention_override")
 
 
 class RemoteForward:
-    """Callable stored as ``diffusion_model.__dict__["_forward"]`` while the model is parallel."""
+    """Callable stored under the innermost forward's name in ``diffusion_model.__dict__``."""
 
     def __init__(self, module: nn.Module, run: ParallelRun) -> None:
         self.run = run
-        self.signature = inspect.signature(type(module)._forward)  # pyright: ignore[reportAttributeAccessIssue]
+        self.signature = inspect.signature(getattr(type(module), innermost_forward(module)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the call on the workers; same arguments and result as the model's ``_forward``."""
+        """Evaluate the call on the workers; same arguments and result as the method it replaces."""
         bound = self.signature.bind(None, *args, **kwargs)
         arguments = _flatten(bound)
         options = arguments.get("transformer_options") or {}
@@ -57,21 +58,22 @@ class RemoteInjection:
         self._owner: Callable[[], Any] = lambda: None
 
     def inject(self, patcher: Any) -> None:
-        """Set the instance's ``_forward``."""
+        """Set the instance's innermost forward."""
         module = patcher.model.diffusion_model
-        module.__dict__["_forward"] = RemoteForward(module, self.run)
+        module.__dict__[innermost_forward(module)] = RemoteForward(module, self.run)
         self._owner = weakref.ref(patcher)
 
     def eject(self, patcher: Any) -> None:
         """Take it away again, if ``patcher`` is the one that set it."""
         module = patcher.model.diffusion_model
-        current = module.__dict__.get("_forward")
+        name = innermost_forward(module)
+        current = module.__dict__.get(name)
         if (
             isinstance(current, RemoteForward)
             and current.run is self.run
             and self._owner() in (None, patcher)
         ):
-            del module.__dict__["_forward"]
+            del module.__dict__[name]
 
 
 def sendable_options(options: dict[str, Any]) -> dict[str, Any]:

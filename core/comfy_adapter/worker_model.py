@@ -16,7 +16,7 @@ from torch import nn
 
 from ..parallel import ParallelHandle, SequenceGroup, parallelize
 from ..plans import find_plan
-from .model_export import named_tensors
+from .model_export import innermost_forward, named_tensors
 from .patch_messages import PREFIX, decode_patches
 
 
@@ -76,16 +76,16 @@ class WorkerModel:
             setattr(layer, "comfy_cast_weights", force or built)  # noqa: B010 - an attribute of ComfyUI's layers
 
     def forward(self, arguments: Mapping[str, Any]) -> Any:
-        """Run the model's own ``_forward``; all ranks of the group must call it together.
+        """Run the model's innermost forward; all ranks of the group must call it together.
 
         Args:
-            arguments: Keyword arguments of ``_forward``, tensors on any device.
+            arguments: Its keyword arguments, tensors on any device.
 
         Returns:
-            What ``_forward`` returns, on the CPU.
+            What it returns, on the CPU.
         """
         moved = _map_tensors(dict(arguments), lambda tensor: tensor.to(self.device))
-        own_forward: Any = self.module._forward
+        own_forward: Any = getattr(self.module, innermost_forward(self.module))
         with torch.inference_mode():
             if self.handle is None:
                 output = own_forward(**moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,24 @@ def named_slots(signature: inspect.Signature) -> dict[str, ArgumentSlot]:
             by_name_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
             slots[parameter.name] = ArgumentSlot(parameter.name, None if by_name_only else position)
     return slots
+
+
+def find_slot(signature: inspect.Signature, name: str) -> ArgumentSlot | None:
+    """Return the slot of a plan's argument, or None if the signature cannot take it.
+
+    ``args[0]`` is the first of ``*args``; with ``**kwargs`` any other name can be taken.
+    """
+    slots = named_slots(signature)
+    if name in slots:
+        return slots[name]
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    match = re.fullmatch(r"args\[(\d+)\]", name)
+    if match and inspect.Parameter.VAR_POSITIONAL in kinds:
+        num_before = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+        return ArgumentSlot(name, num_before + int(match[1]))
+    if not match and inspect.Parameter.VAR_KEYWORD in kinds:
+        return ArgumentSlot(name, None)
+    return None
 
 
 def slot_of(signature: inspect.Signature, name: str) -> ArgumentSlot:

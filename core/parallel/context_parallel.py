@@ -18,15 +18,18 @@ from ..module_hooks import Forward, ModuleHook
 from .collectives import all_gather
 from .forward_state import ForwardState
 from .plan import (
+    Absent,
     ExpandThenShard,
     Gather,
     InputAction,
     Local,
     LocalIndex,
+    LocalRanges,
     LocalSlices,
     Replicated,
     Shard,
     Split,
+    Truncate,
 )
 from .plan_check import ModuleActions
 from .sequence import Stream, check_carried, drop_phantoms, joint_sizes, take, to_canonical
@@ -49,6 +52,7 @@ class ContextParallelHook(ModuleHook):
         state = self.current()
         if state is None:
             return forward(*args, **kwargs)
+        self._check_call(args, kwargs)
         for action, slot in self.actions.inputs:
             value = slot.read(args, kwargs)
             if value is None:
@@ -59,12 +63,26 @@ class ContextParallelHook(ModuleHook):
                 raise PlanError(f"{self.actions.path}, argument {action.argument!r}: {error}") from None
             if local is not value:
                 args, kwargs = slot.replace(args, kwargs, local)
-        if self.actions.attention is None:
-            output = forward(*args, **kwargs)
-        else:
-            with state.attention_role(self.actions.attention, self.actions.path):
+        if self.actions.attention:
+            with state.attention_roles(self.actions.attention, self.actions.path):
                 output = forward(*args, **kwargs)
+        else:
+            output = forward(*args, **kwargs)
         return output if self.actions.gather is None else gather(self.actions.gather, output, state)
+
+    def _check_call(self, args: tuple, kwargs: dict) -> None:
+        """Check that the plan knows all that is passed: a forward may take ``*args`` and ``**kwargs``.
+
+        Raises:
+            PlanError: Otherwise; what is unknown could be a tensor over tokens left whole.
+        """
+        if not self.actions.inputs:
+            return
+        slots = [slot for _, slot in self.actions.inputs]
+        unknown = [f"args[{i}]" for i in range(len(args)) if i not in {slot.position for slot in slots}]
+        unknown += sorted(kwargs.keys() - {slot.name for slot in slots})
+        if unknown:
+            raise PlanError(f"{self.actions.path} was called with {unknown}, which the plan does not name")
 
 
 def gather(action: Gather, output: torch.Tensor, state: ForwardState) -> torch.Tensor:
@@ -102,6 +120,11 @@ def _(action: Local, value: Any, state: ForwardState) -> torch.Tensor:
 @localize.register
 def _(action: Replicated, value: Any, state: ForwardState) -> Any:
     return value
+
+
+@localize.register
+def _(action: Absent, value: Any, state: ForwardState) -> Any:
+    raise PlanError("it is not supported in parallel, and it was given")
 
 
 @localize.register
@@ -146,6 +169,7 @@ def _(action: LocalSlices, value: Any, state: ForwardState) -> list[tuple[int, i
     before = 0 if action.after is None else state.streams((action.after,))[0].carried_length
     local: list[tuple[int, int, Any]] = []
     for start, stop, row in value:
+        stop = before + stream.length if stop is None else stop
         if not 0 <= start <= stop <= before + stream.length:
             raise PlanError(f"the slice {start}:{stop} is not in the {stream.length} tokens of {stream.name}")
         first = 0 if start == 0 else before + _clamp(start - before, stream)
@@ -153,6 +177,24 @@ def _(action: LocalSlices, value: Any, state: ForwardState) -> list[tuple[int, i
         if last > first:
             local.append((first, last, row))
     return local
+
+
+@localize.register
+def _(action: LocalRanges, value: Any, state: ForwardState) -> list[tuple[int, int]]:
+    (stream,) = state.streams((action.stream,))
+    bad = [(start, stop) for start, stop in value if not 0 <= start <= stop <= stream.length]
+    if bad:
+        raise PlanError(f"the ranges {bad} are not in the {stream.length} tokens of {stream.name}")
+    local = [(_clamp(start, stream), _clamp(stop, stream)) for start, stop in value]
+    return [(first, last) for first, last in local if last > first]
+
+
+@localize.register
+def _(action: Truncate, value: Any, state: ForwardState) -> torch.Tensor:
+    tensor, length = _tensor(value), sum(s.carried_length for s in state.streams(action.streams))
+    if tensor.shape[action.dim] < length:
+        raise PlanError(f"{tensor.shape[action.dim]} tokens are fewer than this rank's {length}")
+    return tensor.narrow(action.dim, 0, length)
 
 
 def _clamp(index: int, stream: Stream) -> int:

@@ -21,15 +21,26 @@ from .attention.masks import MaskMemo
 from .attention.unified import sequence_attention
 from .mesh import SequenceGroup
 from .plan import AttentionRole, ControlResiduals, LocalAttention, MaskKeys, SelfAttention
-from .sequence import Stream, Streams, drop_phantoms, joint_sizes, restore_phantoms, split_sizes
+from .sequence import Stream, Streams, drop_phantoms, joint_sizes, restore_phantoms, split_sizes, take
 
 
 @dataclass
 class _RoleScope:
-    """A module with an attention role that is running now."""
+    """A module with attention roles that is running now."""
 
-    role: AttentionRole
+    roles: tuple[AttentionRole, ...]
     num_calls: int = 0
+
+    @property
+    def counted(self) -> bool:
+        """Whether there must be one call for each role; any number may need no communication."""
+        return any(isinstance(role, SelfAttention) for role in self.roles)
+
+    def next_role(self) -> AttentionRole:
+        """Return the role of the next call; calls that are too many are refused at the end."""
+        role = self.roles[min(self.num_calls, len(self.roles) - 1)]
+        self.num_calls += 1
+        return role
 
 
 class ForwardState:
@@ -108,23 +119,23 @@ class ForwardState:
         return self._shards[whole_key][1]
 
     @contextmanager
-    def attention_role(self, role: AttentionRole, path: str) -> Iterator[None]:
-        """Give attention calls inside the block this role.
+    def attention_roles(self, roles: tuple[AttentionRole, ...], path: str) -> Iterator[None]:
+        """Give attention calls inside the block these roles, one after the other.
 
         Raises:
             PlanError: If a self-attention did not come through exactly once: the model would have
                 attended to this rank's tokens only.
         """
-        scope = _RoleScope(role)
+        scope = _RoleScope(roles)
         self._roles.append(scope)
         try:
             yield
         finally:
             self._roles.pop()
-        if isinstance(role, SelfAttention) and scope.num_calls != 1:
+        if scope.counted and scope.num_calls != len(roles):
             raise PlanError(
-                f"{path} made {scope.num_calls} attention calls through the override, expected 1. Pass "
-                "ParallelHandle.attention_override to the model as its attention override."
+                f"{path} made {scope.num_calls} attention calls through the override, expected {len(roles)}. "
+                "Pass ParallelHandle.attention_override to the model as its attention override."
             )
 
     def attend(
@@ -140,13 +151,13 @@ class ForwardState:
             if self._open:
                 raise PlanError("an attention call inside a sharded region has no role in the plan")
             return function(*tensors, heads, *args, **kwargs)
-        scope.num_calls += 1
-        if isinstance(scope.role, LocalAttention):
+        role = scope.next_role()
+        if isinstance(role, LocalAttention):
             return function(*tensors, heads, *args, **kwargs)
-        streams = self.streams(scope.role.streams)
+        streams = self.streams(role.streams)
         call = parse_call(function, tensors, heads, args, kwargs)
         mask = call.mask
-        if mask is not None and scope.role.mask is MaskKeys.WHOLE:
+        if mask is not None and role.mask is MaskKeys.WHOLE:
             mask = self._masks.from_whole(mask, streams)
         elif mask is not None:
             mask = self._masks.from_local_keys(mask, streams)
@@ -157,10 +168,17 @@ class ForwardState:
 
 
 def _cut_residuals(residuals: ControlResiduals, control: dict[str, Any], stream: Stream) -> None:
-    """Replace each residual ``[B, n, C]`` for the first ``n`` tokens by this rank's rows of it."""
+    """Replace each residual ``[B, n, C]`` for the first ``n`` tokens by this rank's rows of it.
+
+    Raises:
+        PlanError: If there are more rows than tokens, or fewer where the whole stream is meant.
+    """
     for key in residuals.keys:
         for index, residual in enumerate(control.get(key) or ()):
             if residual is None:
+                continue
+            if residuals.whole:
+                control[key][index] = take(residual, (stream,), 1)
                 continue
             num_rows = residual.shape[1]
             if num_rows > stream.length:

@@ -28,7 +28,8 @@ class InputAction:
     """What happens to one argument of a module before its forward.
 
     Args:
-        argument: Name in the module's ``forward``; the call may pass it by position or by name.
+        argument: Name in the module's ``forward``; the call may pass it by position or by name. In a
+            forward with ``*args``, ``args[0]`` is the first of those; one with ``**kwargs`` takes any name.
         optional: Whether some supported version of the class has no such argument. A missing
             argument that is not optional is an error, never skipped.
     """
@@ -84,6 +85,8 @@ class LocalIndex(InputAction):
 class LocalSlices(InputAction):
     """A list of ``(start, stop, value)`` over the stream's tokens; becomes the list on this rank.
 
+    A ``stop`` of None is the end of the stream.
+
     Args:
         stream: The stream that the slices cover.
         after: A stream whose tokens come before it in the same tensor. The model has added that
@@ -95,8 +98,32 @@ class LocalSlices(InputAction):
 
 
 @dataclass(frozen=True)
+class LocalRanges(InputAction):
+    """A list of ``(start, stop)`` over the stream's tokens; becomes the list on this rank."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Truncate(InputAction):
+    """Keep as many leading tokens as this rank has of the streams.
+
+    For a model that cuts a joint tensor by a *global* length, which on a rank leaves tokens of the
+    next stream at the end.
+    """
+
+    streams: tuple[str, ...]
+    dim: int = 1
+
+
+@dataclass(frozen=True)
 class Replicated(InputAction):
     """The argument has no token dim: every rank keeps it whole."""
+
+
+@dataclass(frozen=True)
+class Absent(InputAction):
+    """The argument must not be given: what it does over tokens is not covered by the plan."""
 
 
 class MaskKeys(enum.Enum):
@@ -124,6 +151,13 @@ class LocalAttention:
 AttentionRole = SelfAttention | LocalAttention
 
 
+def roles_of(attention: AttentionRole | tuple[AttentionRole, ...] | None) -> tuple[AttentionRole, ...]:
+    """Return a rule's roles, whether it has none, one or several."""
+    if attention is None:
+        return ()
+    return attention if isinstance(attention, tuple) else (attention,)
+
+
 @dataclass(frozen=True)
 class Gather:
     """Close the region: the module's output becomes the whole streams again on every rank.
@@ -148,14 +182,23 @@ class ModuleRule:
         inputs: Done in this order. If any rule for a module has inputs, the rules together must name
             *every* argument of its forward, so that an argument that a newer model class brings is an
             error instead of a tensor left whole.
-        attention: Role of the attention that runs inside.
+        attention: Role of the attention that runs inside; of several attention calls the roles, in
+            the order of the calls.
         gather: Done to the output.
+        having: Attribute (dotted path from the module, or with a leading ``/`` from the model) that must
+            be there and true, else the rule does not apply to the module: a part that some blocks lack, a
+            flag of some version of the class.
+        lacking: Attribute that must be missing or false.
+        optional: Whether some configurations of the class have no module at ``path``.
     """
 
     path: str
     inputs: tuple[InputAction, ...] = ()
-    attention: AttentionRole | None = None
+    attention: AttentionRole | tuple[AttentionRole, ...] | None = None
     gather: Gather | None = None
+    having: str = ""
+    lacking: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,11 +209,13 @@ class ControlResiduals:
         argument: Argument of the whole model: a dict of lists of ``[B, n, C]`` or None.
         keys: Lists of that dict that the model adds.
         stream: The stream they are added to. They are cut when it opens.
+        whole: Whether the model adds them to the whole stream (``stream += residual``) instead.
     """
 
     argument: str
     keys: tuple[str, ...]
     stream: str
+    whole: bool = False
 
 
 @dataclass(frozen=True)

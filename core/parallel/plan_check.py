@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError, RequestError
-from ..module_paths import find_modules
-from .arguments import ArgumentSlot, named_slots
+from ..module_paths import find_modules, has_modules
+from .arguments import ArgumentSlot, find_slot, named_slots
 from .mesh import ParallelDims
 from .plan import (
     AttentionRole,
@@ -23,6 +23,7 @@ from .plan import (
     InputAction,
     Local,
     LocalIndex,
+    LocalRanges,
     LocalSlices,
     ModelPlan,
     ModuleRule,
@@ -30,6 +31,8 @@ from .plan import (
     SelfAttention,
     Shard,
     Split,
+    Truncate,
+    roles_of,
 )
 
 
@@ -45,7 +48,7 @@ class ModuleActions:
     path: str
     module: nn.Module
     inputs: list[tuple[InputAction, ArgumentSlot]] = field(default_factory=list)
-    attention: AttentionRole | None = None
+    attention: tuple[AttentionRole, ...] = ()
     gather: Gather | None = None
 
 
@@ -70,8 +73,11 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> list[ModuleActions]:
     _check_streams(plan)
     found: dict[str, ModuleActions] = {}
     for rule in plan.rules:
+        if rule.optional and not has_modules(model, rule.path):
+            continue
         for path, module in find_modules(model, rule.path):
-            _add_rule(found.setdefault(path, ModuleActions(path, module)), rule)
+            if _applies(rule, module, model):
+                _add_rule(found.setdefault(path, ModuleActions(path, module)), rule)
     for path, actions in found.items():
         _check_every_argument(plan, path, actions)
     return list(found.values())
@@ -128,8 +134,8 @@ def _check_streams(plan: ModelPlan) -> None:
     for action in _inputs(plan):
         used.update(_streams_of(action))
     for rule in plan.rules:
-        if isinstance(rule.attention, SelfAttention):
-            used.update(rule.attention.streams)
+        for role in roles_of(rule.attention):
+            used.update(role.streams if isinstance(role, SelfAttention) else ())
         if rule.gather is not None:
             closed.update(rule.gather.streams, rule.gather.discard)
     for streams, problem in (
@@ -146,24 +152,38 @@ def _inputs(plan: ModelPlan) -> Iterable[InputAction]:
 
 
 def _streams_of(action: InputAction) -> tuple[str, ...]:
-    if isinstance(action, Local | Shard):
+    if isinstance(action, Local | Shard | Truncate):
         return action.streams
     if isinstance(action, LocalSlices):
         return (action.stream,) if action.after is None else (action.stream, action.after)
-    return (action.stream,) if isinstance(action, Split | ExpandThenShard | LocalIndex) else ()
+    return (action.stream,) if isinstance(action, Split | ExpandThenShard | LocalIndex | LocalRanges) else ()
+
+
+def _applies(rule: ModuleRule, module: nn.Module, model: nn.Module) -> bool:
+    having = not rule.having or _has(rule.having, module, model)
+    return having and not (rule.lacking and _has(rule.lacking, module, model))
+
+
+def _has(path: str, module: nn.Module, model: nn.Module) -> bool:
+    value: Any = model if path.startswith("/") else module
+    for name in path.removeprefix("/").split("."):
+        value = getattr(value, name, None)
+    return value is not None and value is not False
 
 
 def _add_rule(actions: ModuleActions, rule: ModuleRule) -> None:
-    slots = named_slots(_signature(actions.module))
+    signature = _signature(actions.module)
+    slots = named_slots(signature)
     for action in rule.inputs:
-        if action.argument in slots:
-            actions.inputs.append((action, slots[action.argument]))
+        slot = find_slot(signature, action.argument)
+        if slot is not None:
+            actions.inputs.append((action, slot))
         elif not action.optional:
             raise PlanError(
                 f"the rule {rule.path!r} names the argument {action.argument!r}, but "
                 f"{type(actions.module).__name__}.forward has {sorted(slots)}"
             )
-    actions.attention = rule.attention or actions.attention
+    actions.attention = roles_of(rule.attention) or actions.attention
     actions.gather = rule.gather or actions.gather
 
 
@@ -171,7 +191,8 @@ def _check_every_argument(plan: ModelPlan, path: str, actions: ModuleActions) ->
     if not actions.inputs:
         return
     named = {action.argument for action, _ in actions.inputs}
-    missing = [name for name in _signature(actions.module).parameters if name not in named]
+    # What comes by *args and **kwargs is seen in the call only (``check_call``).
+    missing = [name for name in named_slots(_signature(actions.module)) if name not in named]
     if missing:
         raise PlanError(
             f"the plan {plan.name!r} does not say what happens to {missing} of {path} "

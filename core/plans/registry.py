@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from ..errors import RequestError
 from ..parallel.plan import ModelPlan
-from . import flux, qwen_image, wan
+from . import flux, hunyuan_video, qwen_image, stable_diffusion_3, wan, z_image
 
-PLANS: tuple[ModelPlan, ...] = (flux.PLAN, qwen_image.PLAN, wan.PLAN)
+PLANS: tuple[ModelPlan, ...] = (
+    flux.PLAN,
+    qwen_image.PLAN,
+    wan.PLAN,
+    z_image.PLAN,
+    stable_diffusion_3.PLAN,
+    hunyuan_video.PLAN,
+)
 
 
 def find_plan(class_path: str) -> ModelPlan:

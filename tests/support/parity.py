@@ -18,11 +18,12 @@ from comfyui_ferry.core.parallel import (
     build_mesh,
     parallelize,
 )
-from comfyui_ferry.core.parallel.plan import LocalAttention, SelfAttention
+from comfyui_ferry.core.parallel.plan import LocalAttention, ModuleRule, SelfAttention, roles_of
 from comfyui_ferry.core.plans import find_plan
 from torch import nn
 
-from .tiny_models import CASES, Inputs, TinyCase
+from .tiny_cases import CASES, TinyCase
+from .tiny_models import Inputs
 
 # fp32: ranks add the same numbers in another order. About 1e-6 is seen; a lost token gives 1e-2 or more.
 TOLERANCE = 1e-5
@@ -106,11 +107,12 @@ def named_case_errors(names: list[str], dtype: torch.dtype, dims: ParallelDims) 
 
 def without_exchange(plan: ModelPlan) -> ModelPlan:
     """Return the plan, broken: every self-attention stays on its rank."""
-    rules = [
-        replace(rule, attention=LocalAttention()) if isinstance(rule.attention, SelfAttention) else rule
-        for rule in plan.rules
-    ]
-    return replace(plan, rules=tuple(rules))
+
+    def localised(rule: ModuleRule) -> ModuleRule:
+        is_self = any(isinstance(role, SelfAttention) for role in roles_of(rule.attention))
+        return replace(rule, attention=LocalAttention()) if is_self else rule
+
+    return replace(plan, rules=tuple(map(localised, plan.rules)))
 
 
 def _case_errors(
@@ -163,7 +165,7 @@ def world_sequence() -> SequenceGroup:
 
 
 def forward_of(model: nn.Module) -> Any:
-    """Return the forward that the adapter calls: ComfyUI's inner one, else the module's."""
+    """Return the forward that the adapter calls: ComfyUI's inner one, else the module's own."""
     return getattr(model, "_forward", model)
 
 

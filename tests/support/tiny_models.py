@@ -1,4 +1,4 @@
-"""Tiny, random models of ComfyUI's own classes, with inputs that reach every part of their plans.
+"""Tiny, random models of ComfyUI's own classes, and plain calls of them.
 
 Three heads, so that head shards are uneven on two ranks and empty on four; odd token counts, so that
 sequences never divide. Weights are scaled by fan-in: with plain small ones attention would hardly
@@ -8,29 +8,12 @@ change the output, and a broken exchange would go unseen.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 Inputs = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TinyCase:
-    """One model and one call of it.
-
-    Args:
-        build: Returns the model (needs ComfyUI).
-        inputs: Returns the keyword arguments of one call of its ``_forward``.
-        newer_only: Whether 0.3.75 lacks it.
-    """
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], Inputs]
-    newer_only: bool = False
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,6 +63,51 @@ def build_wan(**changes: Any) -> nn.Module:
     return finish(WanModel, config | changes)
 
 
+def build_z_image(**changes: Any) -> nn.Module:
+    """Return a Z-Image, with five heads: narrower ones cannot take their own modulation."""
+    from comfy.ldm.lumina.model import NextDiT
+
+    config = {
+        "patch_size": 2, "in_channels": 4, "dim": 280, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 5,
+        "n_kv_heads": 5, "qk_norm": True, "cap_feat_dim": 40, "axes_dims": [8, 24, 24],
+        "axes_lens": [64] * 3, "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True,
+        "time_scale": 1000.0, "pad_tokens_multiple": 8,
+    }  # fmt: skip
+    return finish(NextDiT, config | changes)
+
+
+def build_sd3(*, second_attention: tuple[int, ...] = ()) -> nn.Module:
+    """Return a Stable Diffusion 3.5 large; medium, if blocks have a second attention."""
+    from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+
+    context = {"target": "torch.nn.Linear", "params": {"in_features": 40, "out_features": 192}}
+    config = {
+        "in_channels": 4, "patch_size": 2, "out_channels": 4, "depth": 3, "input_size": None,
+        "adm_in_channels": 24, "context_embedder_config": context, "num_patches": 256,
+        "pos_embed_max_size": 16, "qk_norm": "rms", "pos_embed_scaling_factor": None,
+        "x_block_self_attn_layers": list(second_attention),
+    }  # fmt: skip
+    model = finish(OpenAISignatureMMDITWrapper, config)
+    model.pos_embed.copy_(noise(*model.pos_embed.shape))  # comes from the checkpoint
+    return model
+
+
+def build_hunyuan(**changes: Any) -> nn.Module:
+    """Return a HunyuanVideo 1.5."""
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo, HunyuanVideoParams
+
+    config: Inputs = {
+        "in_channels": 9, "out_channels": 4, "patch_size": [1, 1, 1], "vec_in_dim": None,
+        "axes_dim": [4, 6, 6], "context_in_dim": 40, "hidden_size": 48, "mlp_ratio": 4.0, "num_heads": 3,
+        "depth": 2, "depth_single_blocks": 0, "theta": 256, "qkv_bias": True, "guidance_embed": False,
+        "byt5": True, "meanflow": False, "use_cond_type_embedding": True, "vision_in_dim": 20,
+        "meanflow_sum": True,
+    }  # fmt: skip
+    known = inspect.signature(HunyuanVideoParams).parameters
+    config = {name: value for name, value in config.items() if name in known}
+    return finish(HunyuanVideo, config | changes)
+
+
 def finish(cls: type[nn.Module], config: Inputs) -> nn.Module:
     """Return ``cls(**config)`` on the CPU in fp32 with random weights."""
     import comfy.ops
@@ -100,6 +128,8 @@ def randomize(model: nn.Module, gain: float = 1.4) -> nn.Module:
         elif parameter.ndim == 1:
             parameter.copy_(0.3 * values)
         elif parameter.ndim == 3:  # modulation tables
+            parameter.copy_(0.7 * values)
+        elif "pad_token" in name:
             parameter.copy_(0.7 * values)
         else:
             parameter.copy_(gain / parameter[0].numel() ** 0.5 * values)
@@ -144,111 +174,31 @@ def wan_call(*, channels: int = 4, batch: int = 1, **more: Any) -> Inputs:
     return inputs | more
 
 
-def residuals(count: int, tokens: int, seed: int = 0) -> list[torch.Tensor | None]:
-    """Return ControlNet residuals for ``count`` blocks, every second one None."""
-    return [noise(1, tokens, 48, seed=seed + index) if index % 2 == 0 else None for index in range(count)]
+def z_image_call(*, text: int = 11, batch: int = 1, **more: Any) -> Inputs:
+    """Return a Z-Image call: 35 image tokens, padded to 40; text padded to a multiple of 8."""
+    inputs = {
+        "x": noise(batch, 4, 10, 14), "timesteps": torch.full((batch,), 0.7),
+        "context": noise(batch, text, 40), "num_tokens": text,
+    }  # fmt: skip
+    return inputs | more
 
 
-def _flux_control() -> Inputs:
-    return {"input": residuals(2, 35), "output": residuals(2, 35, seed=7)}
+def sd3_call(*, text: int = 11, batch: int = 1, **more: Any) -> Inputs:
+    """Return a Stable Diffusion 3 call: 35 image tokens, padded up from an odd width."""
+    inputs = {
+        "x": noise(batch, 4, 10, 13), "timesteps": torch.full((batch,), 700.0),
+        "context": noise(batch, text, 40), "y": noise(batch, 24),
+    }  # fmt: skip
+    return inputs | more
 
 
-def _shift_text(inputs: Inputs) -> Inputs:
-    """A ``post_input`` patch that mixes tokens, which is right only on the whole sequence."""
-    return inputs | {"txt": inputs["txt"] + inputs["img"].mean(1, keepdim=True)}
-
-
-def _long_text_mask() -> torch.Tensor:
-    """An attention mask [L, L] for 11 text and 35 image tokens, different for every pair."""
-    return noise(46, 46, seed=3)
-
-
-_KONTEXT_REFS = (noise(1, 4, 8, 6), noise(1, 4, 6, 10))
-_QWEN_REFS = (noise(1, 4, 1, 8, 6), noise(1, 4, 1, 6, 6))
-_NO_VEC: Inputs = {"vec_in_dim": None, "guidance_embed": False, "txt_ids_dims": [1, 2]}
-_LONGCAT_SHIFT = {"rope_options": {"shift_t": 1.0, "shift_y": 9.0, "shift_x": 9.0}}
-_PADDED_TEXT = torch.cat([torch.ones(2, 7), torch.tensor([[1.0] * 4, [0.0] * 4])], dim=1).long()
-
-FLUX_CASES = {
-    "flux1-dev": TinyCase(build_flux, flux_call),
-    "flux1-dev batch 2": TinyCase(build_flux, lambda: flux_call(batch=2)),
-    "flux1-dev full mask": TinyCase(build_flux, lambda: flux_call(attention_mask=_long_text_mask())),
-    "flux1-dev short text": TinyCase(build_flux, lambda: flux_call(text=2)),
-    "flux1-kontext control": TinyCase(
-        build_flux, lambda: flux_call(ref_latents=list(_KONTEXT_REFS), control=_flux_control())
-    ),
-    "flux1-dev post_input": TinyCase(
-        build_flux, lambda: flux_call(transformer_options={"patches": {"post_input": [_shift_text]}})
-    ),
-    "longcat-edit": TinyCase(
-        lambda: build_flux(context_in_dim=56, **_NO_VEC),
-        lambda: flux_call(
-            context=56, text=9, ref_latents=[_KONTEXT_REFS[0]], transformer_options=dict(_LONGCAT_SHIFT)
-        ),
-        newer_only=True,
-    ),
-    "ovis": TinyCase(
-        lambda: build_flux(context_in_dim=32, yak_mlp=True, txt_norm=True, **_NO_VEC),
-        lambda: flux_call(context=32, text=9),
-        newer_only=True,
-    ),
-    "flux2-klein": TinyCase(lambda: build_flux(flux2=True), flux2_call),
-    "flux2-dev refs": TinyCase(
-        lambda: build_flux(flux2=True, guidance_embed=True),
-        lambda: flux2_call(guidance=torch.tensor([3.5]), ref_latents=[noise(1, 8, 4, 3)]),
-    ),
-    "flux2 timestep zero": TinyCase(
-        lambda: build_flux(flux2=True),
-        lambda: flux2_call(
-            batch=2, ref_latents=[noise(2, 8, 4, 3)], ref_latents_method="index_timestep_zero"
-        ),
-        newer_only=True,
-    ),
-}
-
-QWEN_CASES = {
-    "qwen": TinyCase(build_qwen, qwen_call),
-    "qwen text mask, batch 2": TinyCase(build_qwen, lambda: qwen_call(batch=2, attention_mask=_PADDED_TEXT)),
-    "qwen short text": TinyCase(build_qwen, lambda: qwen_call(text=2)),
-    "qwen edit, control": TinyCase(
-        build_qwen, lambda: qwen_call(ref_latents=list(_QWEN_REFS), control={"input": residuals(2, 35)})
-    ),
-    "qwen edit-2511": TinyCase(
-        lambda: build_qwen(default_ref_method="index_timestep_zero"),
-        lambda: qwen_call(ref_latents=list(_QWEN_REFS)),
-        newer_only=True,
-    ),
-    "qwen layered": TinyCase(
-        lambda: build_qwen(default_ref_method="negative_index", use_additional_t_cond=True),
-        lambda: qwen_call(x=noise(1, 4, 3, 8, 6), ref_latents=[_QWEN_REFS[0]]),
-        newer_only=True,
-    ),
-}
-
-WAN_CASES = {
-    "wan t2v": TinyCase(build_wan, wan_call),
-    "wan t2v batch 2": TinyCase(build_wan, lambda: wan_call(batch=2)),
-    "wan i2v": TinyCase(lambda: build_wan(in_dim=9), lambda: wan_call(channels=9)),
-    "wan ti2v": TinyCase(build_wan, lambda: wan_call(timestep=torch.tensor([[0.0, 300.0, 700.0]]))),
-    "wan2.1 i2v clip": TinyCase(
-        lambda: build_wan(model_type="i2v", in_dim=9),
-        lambda: wan_call(channels=9, clip_fea=noise(1, 257, 1280)),
-    ),
-    "wan reference, frame timesteps": TinyCase(
-        lambda: build_wan(in_dim_ref_conv=4),
-        lambda: wan_call(
-            reference_latent=noise(1, 4, 10, 8), timestep=torch.tensor([[0.0, 0.0, 300.0, 700.0]])
-        ),
-    ),
-    "wan time concat": TinyCase(build_wan, lambda: wan_call(time_dim_concat=noise(1, 4, 1, 10, 7))),
-    "wan context latents": TinyCase(
-        build_wan,
-        lambda: wan_call(context_latents=[noise(1, 4, 1, 6, 7)]),
-        newer_only=True,
-    ),
-}
-
-CASES: dict[str, TinyCase] = FLUX_CASES | QWEN_CASES | WAN_CASES
+def hunyuan_call(*, text: int = 11, batch: int = 1, **more: Any) -> Inputs:
+    """Return a HunyuanVideo call: 60 video tokens; glyph and picture embeddings join the text."""
+    inputs = {
+        "x": noise(batch, 9, 3, 5, 4), "timestep": torch.full((batch,), 700.0),
+        "context": noise(batch, text, 40),
+    }  # fmt: skip
+    return inputs | more
 
 
 def is_newer_comfyui() -> bool:

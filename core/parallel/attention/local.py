@@ -1,7 +1,8 @@
 """The calling convention of attention functions, and the attention of one rank.
 
 Models call ``attention(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **more)``:
-with ``skip_reshape`` q, k and v are ``[B, H, S, D]``, without it ``[B, S, H * D]``; the output is
+with ``skip_reshape`` q, k and v are ``[B, H, S, D]``, without it ``[B, S, H * D]`` (or ``[B, S, H, D]``,
+which backends that use ``view`` accept, and Stable Diffusion 3 gives for v); the output is
 ``[B, S, H * D]``, or ``[B, H, S, D]`` with ``skip_output_reshape``. The function is whatever backend
 the caller chose (PyTorch, flash, sage, xformers); nothing here replaces it.
 
@@ -82,10 +83,15 @@ def parse_call(
     mask = options.pop("mask", None)
     keeps_heads = bool(options.pop("skip_output_reshape", False))
     if not options.pop("skip_reshape", False):
-        tensors = tuple(tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in tensors)  # type: ignore[assignment]
+        tensors = tuple(_heads_first(tensor, heads) for tensor in tensors)  # type: ignore[assignment]
     q, k, v = tensors
     alike = {(tensor.shape[0], tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors}
     if len(alike) > 1 or q.shape[1] != heads:
         shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
         raise PlanError(f"self-attention with {heads} heads got q, k, v of {shapes}; they must agree")
     return AttentionCall(function, q, k, v, mask, keeps_heads, options)
+
+
+def _heads_first(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return ``[B, H, S, D]`` from ``[B, S, H * D]`` or ``[B, S, H, D]``."""
+    return (tensor if tensor.ndim == 4 else tensor.unflatten(-1, (heads, -1))).transpose(1, 2)

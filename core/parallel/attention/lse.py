@@ -22,6 +22,10 @@ from ...errors import PlanError
 
 _aten = torch.ops.aten
 
+# Stands for -inf in a mask for the fused kernel, which multiplies it by log2(e): no dtype's lowest number
+# may overflow there. Weights are computed from it in fp32, and are zero.
+_MASKED = {torch.float16: -3e4, torch.bfloat16: -1e30}
+
 # Scores of the plain kernel that exist at one time, on each device.
 _SCORES_BYTES = 256 * 2**20
 
@@ -31,7 +35,8 @@ class PartialAttention:
     """Attention of some queries over a part of the keys.
 
     Args:
-        sums: ``[B, H, Q, D]``, fp32: ``sum(exp(score - largest) * v)``.
+        sums: ``[B, H, Q, D]``: ``sum(exp(score - largest) * v)``; of the kernel's dtype as it comes from
+            a kernel, fp32 once merged.
         largest: ``[B, H, Q, 1]``, fp32: the largest score, -inf if every key is masked.
         weights: ``[B, H, Q, 1]``, fp32: ``sum(exp(score - largest))``.
     """
@@ -46,13 +51,16 @@ class PartialAttention:
         # Where both are -inf any finite number will do: both sums are zero there.
         finite = torch.where(largest == -torch.inf, 0.0, largest)
         mine, theirs = torch.exp(self.largest - finite), torch.exp(other.largest - finite)
-        return PartialAttention(
-            self.sums * mine + other.sums * theirs, largest, self.weights * mine + other.weights * theirs
-        )
+        # Two passes over the memory of the sums, cast on the way.
+        sums = (self.sums * mine).addcmul_(other.sums, theirs)
+        return PartialAttention(sums, largest, self.weights * mine + other.weights * theirs)
 
     def output(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``[B, H, Q, D]``; a query without any key gets zeros, as in PyTorch."""
-        return (self.sums / torch.where(self.weights == 0, 1.0, self.weights)).to(dtype)
+        """Return ``[B, Q, H, D]``, contiguous; a query without any key gets zeros, as in PyTorch."""
+        batch, num_heads, num_queries, head_dim = self.sums.shape
+        output = self.sums.new_empty(batch, num_queries, num_heads, head_dim, dtype=dtype)
+        factors = torch.where(self.weights == 0, 1.0, self.weights).reciprocal_()
+        return torch.mul(self.sums.transpose(1, 2), factors.transpose(1, 2), out=output)
 
 
 def attend_part(
@@ -75,21 +83,19 @@ def attend_part(
     backend = choose_backend(q, k, v, mask=mask)
     if backend is SDPBackend.CUDNN_ATTENTION:
         output, lse = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, False, False, scale=scale
+            q, k, v, _bias(mask, q, k), True, 0.0, False, False, scale=scale
         )[:2]
-        return _from_lse(output, lse.reshape(lse.shape[:3]))
+        return _from_fused(output, lse.reshape(lse.shape[:3]), mask)
     if backend is SDPBackend.FLASH_ATTENTION:
         if q.device.type == "cpu":
             return _from_lse(*_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale))
         output, lse = _aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
         return _from_lse(output, lse)
     if backend is SDPBackend.EFFICIENT_ATTENTION:
-        assert mask is not None
-        output, lse = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, _bias(mask, q, k), True, scale=scale
-        )[:2]
-        part = _from_lse(output, lse[..., : q.shape[2]])
-        return _without_empty_rows(part, q.dtype) if mask.dtype == torch.bool else part
+        bias = _bias(mask, q, k)
+        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
+        output, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)[:2]
+        return _from_fused(output, lse[..., : q.shape[2]], mask)
     return plain_attention(q, k, v, mask=mask, scale=scale)
 
 
@@ -108,13 +114,12 @@ def choose_backend(
         return SDPBackend.MATH
     cuda = torch.backends.cuda
     params = cuda.SDPAParams(q, k, v, None, 0.0, False, False)
-    if mask is not None:
-        usable = cuda.mem_efficient_sdp_enabled() and cuda.can_use_efficient_attention(params)
-        return SDPBackend.EFFICIENT_ATTENTION if usable else SDPBackend.MATH
     if cuda.cudnn_sdp_enabled() and cuda.can_use_cudnn_attention(params):
         return SDPBackend.CUDNN_ATTENTION
-    if cuda.flash_sdp_enabled() and cuda.can_use_flash_attention(params):
+    if mask is None and cuda.flash_sdp_enabled() and cuda.can_use_flash_attention(params):
         return SDPBackend.FLASH_ATTENTION
+    if cuda.mem_efficient_sdp_enabled() and cuda.can_use_efficient_attention(params):
+        return SDPBackend.EFFICIENT_ATTENTION
     return SDPBackend.MATH
 
 
@@ -151,12 +156,15 @@ def plain_attention(
 def _from_lse(output: torch.Tensor, lse: torch.Tensor) -> PartialAttention:
     """Return the part from a kernel's normalised output ``[B, H, Q, D]`` and log-sum-exp ``[B, H, Q]``."""
     largest = lse.float().unsqueeze(-1)
-    return PartialAttention(output.float(), largest, torch.ones_like(largest))
+    return PartialAttention(output, largest, torch.ones_like(largest))
 
 
-def _without_empty_rows(part: PartialAttention, dtype: torch.dtype) -> PartialAttention:
-    """Return the part with no weight for queries whose keys are all masked by ``_bias``."""
-    empty = part.largest < torch.finfo(dtype).min / 2
+def _from_fused(output: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor | None) -> PartialAttention:
+    """Return the part, with no weight for queries whose keys are all masked by ``_bias``."""
+    part = _from_lse(output, lse)
+    if mask is None or mask.dtype != torch.bool:
+        return part
+    empty = part.largest < _MASKED[output.dtype] / 2
     return PartialAttention(
         part.sums.masked_fill(empty, 0.0),
         part.largest.masked_fill(empty, -torch.inf),
@@ -164,19 +172,20 @@ def _without_empty_rows(part: PartialAttention, dtype: torch.dtype) -> PartialAt
     )
 
 
-def _bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the mask as the fused kernel wants it: added, of q's dtype, rows aligned to 16 bytes.
+def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """Return the mask as the fused kernels want it: added, of q's dtype, rows aligned to 16 bytes.
 
-    Masked keys get the lowest finite number instead of -inf: the kernel has no defined result for a
-    part in which a query has no key, and such a part gets the weight zero when it is merged.
+    Masked keys get a very low finite number instead of -inf: one of the kernels gives the log-sum-exp 0
+    for a query without any key, and a part of that weight would not vanish when it is merged.
     """
+    if mask is None:
+        return None
     num_keys = k.shape[2]
     padded = -(-num_keys // 16) * 16
-    lowest = torch.finfo(q.dtype).min
+    lowest = _MASKED[q.dtype]
     if mask.dtype == torch.bool:
         values = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, lowest)
     else:
         values = mask.clamp(min=lowest).to(q.dtype)
     bias = q.new_zeros(*values.shape[:-1], padded)[..., :num_keys]
-    bias.copy_(values)
-    return bias.expand(q.shape[0], q.shape[1], q.shape[2], num_keys)
+    return bias.copy_(values)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import inspect
 
-from comfyui_ferry.core.parallel.arguments import named_slots, slot_of
+from comfyui_ferry.core.parallel.arguments import find_slot, named_slots, slot_of
 
 
 def example(first, second, *rest, third=3, **more): ...
@@ -25,3 +25,16 @@ def test_names_only_and_variable_arguments() -> None:
     assert set(slots) == {"first", "second", "third"}
     assert slots["third"].position is None
     assert slot_of(SIGNATURE, "control").read((1, 2, 3), {"control": "c"}) == "c"
+
+
+def test_a_plan_names_what_comes_by_star_arguments() -> None:
+    slot = find_slot(SIGNATURE, "args[1]")
+    assert slot is not None
+    assert slot.read((1, 2, 10, 11), {}) == 11
+    assert slot.read((1, 2, 10), {}) is None
+    by_name = find_slot(SIGNATURE, "mask")
+    assert by_name is not None
+    assert by_name.read((), {"mask": "m"}) == "m"
+    fixed = inspect.signature(lambda first, second: None)
+    assert find_slot(fixed, "args[0]") is None
+    assert find_slot(fixed, "mask") is None

@@ -12,15 +12,18 @@ from comfyui_ferry.core.parallel import parallelize
 from comfyui_ferry.core.parallel.context_parallel import gather, localize
 from comfyui_ferry.core.parallel.forward_state import ForwardState
 from comfyui_ferry.core.parallel.plan import (
+    Absent,
     ExpandThenShard,
     Gather,
     InputAction,
     Local,
     LocalIndex,
+    LocalRanges,
     LocalSlices,
     Replicated,
     Shard,
     Split,
+    Truncate,
 )
 from ferry_support.parity import TOLERANCE, relative_error, world_group, world_sequence
 from ferry_support.ranks import run_ranks
@@ -109,6 +112,13 @@ ROWS = torch.arange(5.0)[None]
             LocalSlices("x", "i"), [(0, 4, "a"), (4, 5, "b")], {"i": 5},
             [[(0, 3, "a")], [(0, 1, "a"), (1, 2, "b")]],
         ),
+        (
+            LocalSlices("x", "i"), [(0, 4, "a"), (4, None, "b")], {"i": 5},
+            [[(0, 3, "a")], [(0, 1, "a"), (1, 2, "b")]],
+        ),
+        (LocalRanges("x", "i"), [(0, 2), (3, 5)], {"i": 5}, [[(0, 2)], [(0, 2)]]),
+        (LocalRanges("x", "i"), [(2, 4), (5, 5)], {"i": 5}, [[(2, 3)], [(0, 1)]]),
+        (Truncate("x", ("i",)), ROWS[:, :4], {"i": 5}, [[[0.0, 1.0, 2.0]], [[0.0, 1.0]]]),
         # As a model makes them that adds its own text length, 2 on each rank, to global positions.
         (
             LocalSlices("x", "i", after="t"),
@@ -137,6 +147,9 @@ def test_operators(action: InputAction, value: Any, lengths: dict[str, int], exp
         (LocalIndex("x", "i"), 6, "6 is no index into the 5 tokens"),
         (LocalIndex("x", "i"), ROWS, "is no index"),
         (LocalSlices("x", "i"), [(0, 6, 1)], "slice 0:6 is not in the 5 tokens"),
+        (LocalRanges("x", "i"), [(1, 2), (4, 6)], "[(4, 6)] are not in the 5 tokens"),
+        (Truncate("x", ("i",)), ROWS[:, :2], "2 tokens are fewer than this rank's 3"),
+        (Absent("x"), ROWS, "not supported in parallel"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(action: InputAction, value: Any, message: str) -> None:

@@ -58,17 +58,38 @@ def test_self_attention_must_come_through_exactly_once() -> None:
         role = SelfAttention(("image",))
         with (
             pytest.raises(PlanError, match=r"blocks.3 made 0 attention calls"),
-            state.attention_role(role, "blocks.3"),
+            state.attention_roles((role,), "blocks.3"),
         ):
             pass
         with (
             pytest.raises(PlanError, match=r"blocks.3 made 2 attention calls"),
-            state.attention_role(role, "blocks.3"),
+            state.attention_roles((role,), "blocks.3"),
         ):
             for _ in range(2):
                 state.attend(attention, (q, q, q), 3, (), {})
-        with state.attention_role(LocalAttention(), "blocks.3"):
+        with state.attention_roles((LocalAttention(),), "blocks.3"):
             pass
+
+    on_one_rank(body)
+
+
+def test_several_calls_take_their_roles_in_order() -> None:
+    q = noise(1, 5, 12)
+    roles = (SelfAttention(("text", "image")), SelfAttention(("image",)))
+
+    def body(state: ForwardState) -> None:
+        state.open("text", 2)
+        state.open("image", 3)
+        with state.attention_roles(roles, "blocks.0"):
+            state.attend(attention, (q, q, q), 3, (), {})
+            image = q[:, 2:]
+            output = state.attend(attention, (image, image, image), 3, (), {})
+        assert torch.allclose(output, attention(image, image, image, 3), atol=1e-6)
+        with (
+            pytest.raises(PlanError, match=r"made 1 attention calls .* expected 2"),
+            state.attention_roles(roles, "blocks.0"),
+        ):
+            state.attend(attention, (q, q, q), 3, (), {})
 
     on_one_rank(body)
 
@@ -88,7 +109,10 @@ def test_attention_without_a_role() -> None:
 def test_an_error_inside_a_role_is_not_hidden() -> None:
     def body(state: ForwardState) -> None:
         state.open("image", 5)
-        with pytest.raises(KeyboardInterrupt), state.attention_role(SelfAttention(("image",)), "blocks.0"):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            state.attention_roles((SelfAttention(("image",)),), "blocks.0"),
+        ):
             raise KeyboardInterrupt
 
     on_one_rank(body)
@@ -111,6 +135,27 @@ def test_residuals_are_cut_when_their_stream_opens() -> None:
 
     # 7 tokens on 3 ranks are 3 + 2 + 2; the residual covers the first 4 of them.
     assert run_ranks(body, 3) == [[0.0, 1.0, 2.0], [3.0], []]
+
+
+def test_residuals_for_the_whole_stream_are_cut_with_their_phantom() -> None:
+    def body() -> list:
+        state = ForwardState(world_sequence())
+        control = {"input": [torch.arange(1.0, 3.0).view(1, 2, 1)]}
+        private = state.defer_control(ControlResiduals("control", ("input",), "image", whole=True), control)
+        state.open("image", 2)
+        return private["input"][0].flatten().tolist()
+
+    assert run_ranks(body, 3) == [[1.0], [2.0], [0.0]]
+
+
+def test_residuals_for_the_whole_stream_must_be_as_long() -> None:
+    def body(state: ForwardState) -> None:
+        residuals = ControlResiduals("control", ("input",), "image", whole=True)
+        state.defer_control(residuals, {"input": [torch.zeros(1, 6, 1)]})
+        with pytest.raises(PlanError, match="whole length, 7"):
+            state.open("image", 7)
+
+    on_one_rank(body)
 
 
 def test_a_residual_longer_than_its_stream_is_refused() -> None:

@@ -7,7 +7,8 @@ import torch
 from comfyui_ferry.core.parallel import ParallelDims
 from ferry_support.parity import CaseErrors, layouts_of
 from ferry_support.ranks import run_named_ranks
-from ferry_support.tiny_models import CASES, is_newer_comfyui
+from ferry_support.tiny_cases import CASES
+from ferry_support.tiny_models import is_newer_comfyui
 
 NAMES = [
     "flux1-dev full mask",
@@ -19,6 +20,9 @@ NAMES = [
     "wan t2v batch 2",
     "wan ti2v",
     "wan2.1 i2v clip",
+    "z-image",
+    "sd3.5-medium batch 2",
+    "hunyuan-1.5",
 ]
 
 

@@ -24,13 +24,14 @@ from ferry_support.parity import (
     world_group,
 )
 from ferry_support.ranks import run_ranks
+from ferry_support.tiny_cases import CASES
 from ferry_support.tiny_models import (
-    CASES,
     Inputs,
     build_flux,
     build_qwen,
     flux_call,
     is_newer_comfyui,
+    noise,
     qwen_call,
 )
 from torch import nn
@@ -134,6 +135,28 @@ def test_without_communication_the_tester_fails(name: str) -> None:
     assert "expanded size" in error or "must match" in error if isinstance(error, str) else error > 1e-2
 
 
+def test_the_second_attention_of_sd3_medium_is_over_the_image_alone() -> None:
+    """Its role is told by the number of the call: over both streams it would not fit, and be refused."""
+    _, plan, *_ = prepare("sd3.5-medium batch 2")
+    rules = tuple(rule for rule in plan.rules if not rule.having)
+    error = broken_error("sd3.5-medium batch 2", replace(plan, rules=rules))
+    assert isinstance(error, str)
+
+
+@pytest.mark.parametrize("argument", ["guiding_frame_index", "ref_latent"])
+def test_hunyuan_refuses_what_its_plan_does_not_cover(argument: str) -> None:
+    model, plan, inputs, _ = prepare("hunyuan-1.0 short text")
+    values = {"guiding_frame_index": torch.zeros(1), "ref_latent": noise(1, 9, 1, 5, 4)}
+
+    def body() -> str:
+        handle = parallelize(model, plan, group=world_group())
+        with pytest.raises(PlanError) as caught:
+            run_parallel(model, handle, inputs | {argument: values[argument]})
+        return str(caught.value)
+
+    assert all(message for message in run_ranks(body, 2))
+
+
 @pytest.mark.parametrize("broken", ["_Transfer.wait", "PartialAttention.merge"])
 @pytest.mark.parametrize("name", ["flux1-dev full mask", "qwen text mask, batch 2", "wan t2v"])
 def test_a_broken_ring_is_seen_by_the_tester(name: str, broken: str) -> None:
@@ -160,6 +183,10 @@ def test_a_broken_ring_is_seen_by_the_tester(name: str, broken: str) -> None:
         ("qwen edit-2511", "timestep_zero_index"),
         ("wan t2v", "freqs"),
         ("wan ti2v", "e"),
+        ("z-image", "freqs_cis"),
+        ("z-image references", "timestep_zero_index"),
+        ("sd3.5-medium batch 2", "args[0]"),
+        ("hunyuan-1.5", "pe"),
     ],
 )
 def test_an_argument_left_whole_is_seen_by_the_tester(name: str, argument: str) -> None:
@@ -190,6 +217,13 @@ def test_uncut_residuals_are_seen_by_the_tester() -> None:
         ("wan reference, frame timesteps", "reference_latent"),
         ("wan time concat", "time_dim_concat"),
         ("wan context latents", "context_latents"),
+        ("z-image references", "ref_latents"),
+        ("sd3.5-medium short text, control", "control"),
+        ("hunyuan-1.5", "txt_byt5"),
+        ("hunyuan-1.5", "clip_fea"),
+        ("hunyuan-1.5 text mask", "attention_mask"),
+        ("hunyuan-1.5 text mask", "control"),
+        ("hunyuan-1.5 guiding frame", "guiding_frame_index"),
     ],
 )
 def test_the_special_input_of_a_case_changes_its_output(name: str, argument: str) -> None:
@@ -200,6 +234,6 @@ def test_the_special_input_of_a_case_changes_its_output(name: str, argument: str
     del inputs[argument]
     if argument == "reference_latent":
         inputs["timestep"] = inputs["timestep"][:, 1:]
-    if argument == "clip_fea":
+    if argument == "clip_fea" and name.startswith("wan"):
         inputs["clip_fea"] = torch.zeros(1, 257, 1280)
     assert relative_error(run_alone(model, inputs), reference) > 1e-3

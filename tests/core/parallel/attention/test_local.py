@@ -16,6 +16,8 @@ def test_both_layouts_become_one() -> None:
     for name in ("q", "k", "v"):
         assert torch.equal(getattr(one, name), getattr(other, name))
         assert getattr(one, name).shape == (2, 3, 5, 4)
+    mixed = parse_call(attention, (*flat[:2], flat[2].unflatten(-1, (3, 4))), 3, (), {})
+    assert torch.equal(mixed.v, one.v)
     expected = attention(*flat, 3)
     assert torch.equal(one.run(one.q, one.k, one.v, None), expected)
     assert torch.equal(one.as_asked(expected), expected)

@@ -8,7 +8,7 @@ from comfyui_ferry.core.parallel.attention.lse import attend_part, choose_backen
 from ferry_support.parity import relative_error
 from ferry_support.tiny_models import noise
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PARTS = (4, 1, 7)
 Q, K, V = noise(2, 3, 9, 8), noise(2, 3, 12, 8, seed=1), noise(2, 3, 12, 8, seed=2)
@@ -34,7 +34,7 @@ def merged(q, k, v, mask, *, attend=attend_part, scale=None) -> torch.Tensor:
         result = part if result is None else result.merge(part)
         start = stop
     assert result is not None
-    return result.output(q.dtype)
+    return result.output(q.dtype).transpose(1, 2)
 
 
 @pytest.mark.parametrize("attend", [attend_part, plain_attention])
@@ -102,3 +102,62 @@ def test_the_kernel_follows_device_dtype_and_mask() -> None:
 def test_masks_of_other_kinds_are_refused() -> None:
     with pytest.raises(PlanError, match="bool or floating, got"):
         attend_part(Q, K, V, mask=torch.ones(9, 12).long(), scale=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [*MASKS, "no key"])
+def test_gpu_kernels_equal_fp32(name: str, dtype: torch.dtype, head_dim: int, scale: float | None) -> None:
+    mask = MASKS.get(name)
+    if name == "no key":
+        mask = torch.ones(1, 1, 9, 12, dtype=torch.bool)
+        mask[..., 5, :] = False
+    q, k, v = (tensor.repeat(1, 1, 1, head_dim // 8).to("cuda", dtype) for tensor in (Q, K, V))
+    mask = None if mask is None else mask.cuda()
+    expected = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(),
+        attn_mask=mask.double() if mask is not None and mask.is_floating_point() else mask, scale=scale,
+    )  # fmt: skip
+    output = merged(q, k, v, mask, scale=scale)
+    assert torch.isfinite(output).all()
+    if name == "no key":
+        assert not output[:, :, 5].any()
+    # bf16 and fp16: each part's output, the probabilities inside and the result are rounded. A fused
+    # kernel also adds the mask in that precision.
+    limit = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
+    assert relative_error(output.double(), expected) <= limit
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_are_the_fused_ones_in_half_precision() -> None:
+    q, k, v = (noise(1, 4, 256, 128, seed=seed).cuda().bfloat16() for seed in range(3))
+    mask = torch.ones(1, 1, 1, 256, dtype=torch.bool, device="cuda")
+    fused = {SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION}
+    assert choose_backend(q, k, v, mask=None) in fused
+    assert choose_backend(q, k, v, mask=mask) in {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert choose_backend(q, k, v, mask=None) is SDPBackend.FLASH_ATTENTION
+        assert choose_backend(q, k, v, mask=mask) is SDPBackend.MATH
+    assert choose_backend(q.float(), k.float(), v.float(), mask=None) is SDPBackend.MATH
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "backend",
+    [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    ids=str,
+)
+def test_each_gpu_kernel_merges(backend: SDPBackend, name: str) -> None:
+    q, k, v = (tensor.repeat(1, 1, 1, 16).cuda().bfloat16() for tensor in (Q, K, V))
+    mask = MASKS[name]
+    mask = None if mask is None else mask.cuda()
+    with sdpa_kernel(backend):
+        if choose_backend(q, k, v, mask=mask) is not backend:
+            pytest.skip("this GPU, this PyTorch or this kernel cannot take it")
+        output = merged(q, k, v, mask)
+    exact = mask.double() if mask is not None and mask.is_floating_point() else mask
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=exact)
+    assert relative_error(output.double(), expected) <= 4 * torch.finfo(torch.bfloat16).eps
