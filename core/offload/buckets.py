@@ -62,6 +62,8 @@ class Bucket:
         slot: Where its bytes are on the target, or None.
         pins: How many running forwards need it there.
         is_bound: Whether its tensors point at the slot.
+        is_spent: Whether its part of the running backward is over, as far as can be seen: its slot is
+            the one to take for what comes next.
     """
 
     def __init__(self, name: str, segments: list[Segment]) -> None:
@@ -79,6 +81,7 @@ class Bucket:
         self.slot: Slot | None = None
         self.pins = 0
         self.is_bound = False
+        self.is_spent = False
 
     def place(self, region: HostRegion) -> None:
         """Give the masters their memory."""

@@ -27,6 +27,7 @@ from .config import OffloadConfig
 from .gradients import HostGradients
 from .hooks import Scope, TaskEnd, Unit, tensors_in
 from .module_dicts import ManagedDict
+from .prefetch import LookAhead
 from .replacements import Replacements
 from .residency import Residency
 from .saved_tensors import SavedTensorHooks
@@ -69,6 +70,7 @@ class Engine:
         self.store = Store(config, self.transfer, self.gradients)
         self.replacements = Replacements(self.store, self.residency)
         self.saved_tensors = SavedTensorHooks(self)
+        self.look_ahead = LookAhead(self.residency)
         self.num_open_scopes = 0
         self._local = threading.local()
         self._tasks: dict[int, Scope] = {}
@@ -112,6 +114,14 @@ class Engine:
         self._scopes().remove(scope)
         self.num_open_scopes -= 1
         self._close(scope)
+        if self.num_open_scopes == 0 and torch._C._current_graph_task_id() == NO_TASK:
+            self._end_forward()
+
+    @_exclusive
+    def _end_forward(self) -> None:
+        """Let go of what was brought in ahead and not used (a forward that ended early)."""
+        self.look_ahead.end_forward()
+        self.residency.drop_cached()
 
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
@@ -177,6 +187,8 @@ class Engine:
             # Outside a backward (somebody inspects a graph) nothing would end it: the view holds the slot.
             keep = self.residency.drop if task == NO_TASK else self.residency.cache
             keep(bucket)
+        if task != NO_TASK:
+            self.look_ahead.reopened(bucket)
         return view
 
     @_exclusive
@@ -185,7 +197,10 @@ class Engine:
         scope = self._tasks.pop(task_id, None)
         if scope is not None:
             self._close(scope)
-        self.residency.drop_cached()
+        # A backward inside another one (reentrant checkpointing) leaves what the outer one looks ahead to.
+        if not self._tasks:
+            self.look_ahead.end_backward()
+            self.residency.drop_cached()
         self.gradients.finish()
 
     def end_all_tasks(self) -> None:
@@ -250,6 +265,7 @@ class Engine:
             bucket.bind()
         self.residency.pin(bucket)
         scope.buckets[id(bucket)] = bucket
+        self.look_ahead.used(bucket, is_recompute=torch._C._current_graph_task_id() != NO_TASK)
 
 
 def _check_trainable(bucket: Bucket) -> None:

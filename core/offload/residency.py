@@ -64,9 +64,31 @@ class Residency:
             slot = self._revive(bucket) or self._load(bucket)
             bucket.slot = slot
         self.transfer.wait(slot.lease)
+        bucket.is_spent = False
         if id(bucket) in self._cached:
             self._cached.move_to_end(id(bucket))
         return slot
+
+    def prefetch(self, bucket: Bucket) -> bool:
+        """Start a bucket's copy ahead of its use, if it fits the limit beside all that is still needed.
+
+        Returns:
+            Whether it is in or on its way.
+        """
+        if bucket.slot is not None:
+            return True
+        self._sweep()
+        for spent in [cached for cached in self._cached.values() if cached.is_spent]:
+            if self._streamed_in_bytes + bucket.nbytes <= self.cache_limit_bytes:
+                break
+            if spent.slot is not None and not spent.slot.is_viewed():
+                self.drop(spent)
+        if self._streamed_in_bytes + bucket.nbytes > self.cache_limit_bytes:
+            return False
+        bucket.slot = self._revive(bucket) or self._load(bucket)
+        bucket.is_spent = False
+        self._cached[id(bucket)] = bucket
+        return True
 
     def pin(self, bucket: Bucket) -> None:
         """Keep the bucket where it is until it is unpinned as often."""
