@@ -111,7 +111,7 @@ def tiny_sd3(**changes: Any) -> Any:
 
 
 def tiny_z_image(**changes: Any) -> Any:
-    """Return a Z-Image MODEL."""
+    """Return a Z-Image MODEL; five heads, as narrower ones cannot take their own modulation."""
     config: Options = {
         "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 280, "n_layers": 2,
         "n_refiner_layers": 2, "n_heads": 5, "n_kv_heads": 5, "qk_norm": True, "cap_feat_dim": 40,
@@ -133,17 +133,6 @@ def tiny_sdxl(**changes: Any) -> Any:
     return build_patcher("SDXL", config | changes)
 
 
-def tiny_z_image(**changes: Any) -> Any:
-    """Return a Z-Image MODEL; five heads, as narrower ones cannot take their own modulation."""
-    config: Options = {
-        "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 280, "n_layers": 2,
-        "n_refiner_layers": 2, "n_heads": 5, "n_kv_heads": 5, "qk_norm": True, "cap_feat_dim": 40,
-        "axes_dims": [8, 24, 24], "axes_lens": [64, 64, 64], "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3,
-        "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 8,
-    }  # fmt: skip
-    return build_patcher("ZImage", config | changes)
-
-
 def _flux_options(seed: int) -> Options:
     return {"pooled_output": noise(1, 24, seed=seed), "guidance": 3.5}
 
@@ -156,4 +145,4 @@ PATCHERS = {
     "sd3": TinyPatcher(tiny_sd3, (16, 8, 6), 40, lambda seed: {"pooled_output": noise(1, 24, seed=seed)}),
     "sdxl": TinyPatcher(tiny_sdxl, (4, 8, 8), 40, lambda seed: {"pooled_output": noise(1, 1280, seed=seed)}),
 }
-Z_IMAGE = TinyPatcher(tiny_z_image, (16, 8, 6), 40, lambda seed: {})
+Z_IMAGE = PATCHERS["z-image"]
