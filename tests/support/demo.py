@@ -103,7 +103,7 @@ def _demo() -> int:
         files = _collect_files(server, result)
     print(f"4. Done in {time.monotonic() - start_s:.0f} s:", flush=True)
     for kind, path in files:
-        print(f"   {kind:<22} {path}")
+        print(f"   {kind:<24} {path}")
     print(f"Open {WORKFLOW} in your own ComfyUI: drag it onto the canvas.")
     return 0
 

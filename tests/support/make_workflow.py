@@ -18,7 +18,7 @@ WORKFLOW = PACK / "workflows" / "train_and_sample.json"
 _SEED = 7
 _TRAINING = """## 1. Train a LoRA
 
-The base model draws white digits on black. The pictures show the digit 3 in blue on yellow; 60 steps teach
+The base model draws white digits on black. The pictures show the digit 3 in blue on yellow; 120 steps teach
 the LoRA that style. The weights of the base model stay in host memory and come to the GPU layer by layer.
 
 The LoRA is saved under `output/loras`, and *Plot Loss Graph* shows how the loss falls.
@@ -73,13 +73,13 @@ def _add_training(builder: GraphBuilder, model: Output, vae: Output, positive: O
         model=model,
         latents=latents,
         positive=positive,
-        steps=60,
+        steps=120,
         learning_rate=0.005,
         rank=16,
         alpha=16.0,
         seed=_SEED,
         save_prefix="loras/ferry_style",
-        batch_size=4,
+        batch_size=8,
         lora_dtype="fp32",
     )
     builder.add("LossGraphNode", (1180, 100), node_size=(360, 400), loss=losses, filename_prefix="loss_graph")
