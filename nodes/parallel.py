@@ -53,8 +53,10 @@ def degree_problem(
     gpus: int | None, cfg_degree: int | None, ulysses_degree: int | None, ring_degree: int | None
 ) -> bool | str:
     """Return True if the degrees fit this machine (or are not known yet), else what is wrong."""
-    if gpus is None or cfg_degree is None or ulysses_degree is None or ring_degree is None:
+    if gpus is None or cfg_degree is None or ulysses_degree is None:
         return True
+    if ring_degree is None:
+        ring_degree = _fitting_ring_degree(gpus, cfg_degree, ulysses_degree)
     try:
         check_degrees(
             gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree, ring_degree=ring_degree
@@ -62,6 +64,15 @@ def degree_problem(
     except RequestError as error:
         return str(error)
     return True
+
+
+def _fitting_ring_degree(gpus: int, cfg_degree: int, ulysses_degree: int) -> int:
+    """Return what fits the other degrees, else 1: a degree left out (1) or linked looks alike here."""
+    values = (gpus, cfg_degree, ulysses_degree)
+    if not all(isinstance(value, int) and value > 0 for value in values):
+        return 1
+    others = cfg_degree * ulysses_degree
+    return gpus // others if gpus % others == 0 else 1
 
 
 class ParallelModel(io.ComfyNode):
@@ -91,7 +102,7 @@ class ParallelModel(io.ComfyNode):
         gpus: int | None = None,
         cfg_degree: int | None = None,
         ulysses_degree: int | None = None,
-        ring_degree: int | None = 1,
+        ring_degree: int | None = None,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
         return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree)

@@ -71,7 +71,7 @@ class ParallelSampler(io.ComfyNode):
         gpus: int | None = None,
         cfg_degree: int | None = None,
         ulysses_degree: int | None = None,
-        ring_degree: int | None = 1,
+        ring_degree: int | None = None,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
         return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree)

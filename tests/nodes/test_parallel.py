@@ -59,7 +59,9 @@ def validate(monkeypatch):
 def test_schema():
     schema = node().define_schema()
     schema.validate()
-    assert [entry.id for entry in schema.inputs][:4] == ["model", *FITS]
+    # Last and optional: workflows and prompts saved before it existed do not bring it.
+    assert [entry.id for entry in schema.inputs] == ["model", *FITS, "ring_degree"]
+    assert schema.inputs[-1].optional
     assert all(entry.tooltip for entry in schema.inputs)
     assert node().GET_SCHEMA().node_id == "FerryParallelModel"
 
@@ -71,6 +73,8 @@ def test_schema():
         FITS | {"gpus": "4"},
         FITS | {"gpus": ["1", 1]},
         {"gpus": 1, "cfg_degree": 1, "ulysses_degree": 1},
+        FITS | {"gpus": 8, "ring_degree": 2},
+        FITS | {"gpus": 8, "ring_degree": ["1", 1]},
     ],
 )
 def test_what_fits_is_accepted(validate, values):

@@ -149,6 +149,18 @@ WAN_CASES = {
 Z_IMAGE_CASES = {
     "z-image": TinyCase(build_z_image, z_image_call),
     "z-image batch 2": TinyCase(build_z_image, lambda: z_image_call(batch=2, text=16)),
+    "lumina 2": TinyCase(
+        lambda: build_z_image(
+            dim=288,
+            n_heads=6,
+            n_kv_heads=2,
+            axes_dims=[16] * 3,
+            z_image_modulation=False,
+            pad_tokens_multiple=None,
+            rope_theta=10000.0,
+        ),
+        lambda: z_image_call(batch=2),
+    ),
     "z-image references": TinyCase(
         lambda: build_z_image(siglip_feat_dim=20),
         lambda: z_image_call(

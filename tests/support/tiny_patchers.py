@@ -145,4 +145,3 @@ PATCHERS = {
     "sd3": TinyPatcher(tiny_sd3, (16, 8, 6), 40, lambda seed: {"pooled_output": noise(1, 24, seed=seed)}),
     "sdxl": TinyPatcher(tiny_sdxl, (4, 8, 8), 40, lambda seed: {"pooled_output": noise(1, 1280, seed=seed)}),
 }
-Z_IMAGE = PATCHERS["z-image"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
 from ferry_support.parity import TOLERANCE, relative_error
-from ferry_support.tiny_patchers import PATCHERS, Z_IMAGE
+from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ def _close_workers():
     close_workers()
 
 
-KINDS = {kind: PATCHERS[kind] for kind in ("flux", "wan", "sd3")} | {"z-image": Z_IMAGE}
+KINDS = {kind: PATCHERS[kind] for kind in ("flux", "wan", "sd3", "z-image")}
 
 
 def settings_of(kind: str) -> dict[str, Any]:
