@@ -217,6 +217,8 @@ class ComfyServer:
         environment |= {
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
+            # The models are tiny: more threads only wait for each other, badly so on a busy machine.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPYCACHEPREFIX": str(Path(sys.prefix) / "pycache"),  # none in the ComfyUI checkout
         }
         return environment
