@@ -1,4 +1,4 @@
-"""One real ComfyUI server with the tiny checkpoint, shared by all end-to-end tests."""
+"""A real ComfyUI server with the tiny checkpoint, shared by the tests of one file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ferry_support.comfy_server import PACK, ComfyServer
 from ferry_support.tiny_checkpoint.make import ensure_checkpoint, link_checkpoint
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: its workers are processes that other tests would count
 def server(tmp_path_factory: pytest.TempPathFactory, comfyui_path: Path) -> Iterator[ComfyServer]:
     """A started server whose base folder holds the tiny checkpoint and the LoRA's pictures."""
     base = tmp_path_factory.mktemp("comfyui")
