@@ -25,6 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# What a rank says: "done", "raised", "died" or "late"; its result or traceback; when, on the clock that
+# all processes of a machine share.
+Message = tuple[str, Any, float]
+
 
 class RankError(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
@@ -103,10 +107,10 @@ def run_named_ranks(
             for process in processes:
                 process.kill()
                 process.wait()
-        messages: list[tuple[str, Any]] = []
+        messages: list[Message] = []
         for rank, log in enumerate(logs):
             result = Path(folder, f"result{rank}")
-            died = ("died", log.read_text(errors="replace")[-4000:])
+            died = ("died", log.read_text(errors="replace")[-4000:], time.monotonic())
             messages.append(pickle.loads(result.read_bytes()) if result.exists() else died)
     return _results(messages)
 
@@ -163,15 +167,15 @@ def _run_one(
         )
         result = fn(*args)
         dist.barrier()
-        return pickle.dumps(("done", result))
+        return pickle.dumps(("done", result, time.monotonic()))
     except BaseException:
-        return pickle.dumps(("raised", traceback.format_exc()))
+        return pickle.dumps(("raised", traceback.format_exc(), time.monotonic()))
 
 
-def _collect(receivers: list[Connection], timeout_s: float) -> list[tuple[str, Any]]:
+def _collect(receivers: list[Connection], timeout_s: float) -> list[Message]:
     """Read one message from each rank; the first failure ends the wait, since the others may hang."""
     deadline = time.monotonic() + timeout_s
-    messages: list[tuple[str, Any]] = [("late", f"no answer within {timeout_s} s")] * len(receivers)
+    messages: list[Message] = [("late", f"no answer within {timeout_s} s", deadline)] * len(receivers)
     waiting = dict(enumerate(receivers))
     grace_ends = deadline
     while waiting and time.monotonic() < min(deadline, grace_ends):
@@ -180,7 +184,7 @@ def _collect(receivers: list[Connection], timeout_s: float) -> list[tuple[str, A
             try:
                 messages[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
-                messages[rank] = ("died", "the process ended without an answer")
+                messages[rank] = ("died", "the process ended without an answer", time.monotonic())
             if messages[rank][0] != "done":
                 grace_ends = min(grace_ends, time.monotonic() + 2)
     return messages
@@ -192,12 +196,12 @@ def _wait_for(processes: list[subprocess.Popen], timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def _results(messages: list[tuple[str, Any]]) -> list[Any]:
+def _results(messages: list[Message]) -> list[Any]:
     order = {"raised": 0, "died": 1, "late": 2}
-    failed = [(order[kind], rank, kind, what) for rank, (kind, what) in enumerate(messages) if kind != "done"]
+    failed = [(order[kind], at, rank) for rank, (kind, _, at) in enumerate(messages) if kind != "done"]
     if failed:
-        # A rank that lost its peer also raises; the one that says something else is the cause.
-        failed.sort(key=lambda entry: (entry[0], "Connection closed by peer" in entry[3], entry[1]))
-        _, rank, kind, what = failed[0]
+        # A rank that lost its peer raises too, after the one that is the cause.
+        rank = min(failed)[2]
+        kind, what, _ = messages[rank]
         raise RankError(f"rank {rank} of {len(messages)} {kind}:\n{what}")
-    return [what for _, what in messages]
+    return [what for _, what, _ in messages]
