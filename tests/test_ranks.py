@@ -32,7 +32,7 @@ def test_an_error_names_its_rank_and_shows_its_traceback() -> None:
 
 def test_of_two_errors_the_earlier_is_the_cause() -> None:
     lost_its_peer = ("raised", "Connection reset by peer", 2.0)
-    with pytest.raises(RankError, match="(?s)rank 1 of 3 raised.*cause"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 3 raised.*cause"):
         _results([lost_its_peer, ("raised", "cause", 1.0), ("done", None, 0.5)])
 
 
