@@ -24,7 +24,7 @@ from ..training import (
     LoraConfig,
     OffloadSettings,
     OutOfPlace,
-    Sample,
+    SampleSource,
     TrainingConfig,
     check_same_output,
     draw_batches,
@@ -165,7 +165,9 @@ class PreparedModel:
     rewriting: OutOfPlace
     manager: OffloadTrainingManager | None
 
-    def train(self, samples: list[Sample], config: TrainingConfig, *, node_id: str | None) -> list[float]:
+    def train(
+        self, samples: Sequence[SampleSource], config: TrainingConfig, *, node_id: str | None
+    ) -> list[float]:
         """Train the adapters and return the loss of every step."""
         device = self.patcher.load_device
         process = ComfyProcess(self.patcher, device, seed=config.seed)
@@ -183,7 +185,7 @@ class PreparedModel:
         )
         return train(process, samples, self.adapters, config, device=device, callbacks=callbacks)
 
-    def rewrite(self, process: ComfyProcess, samples: list[Sample], *, seed: int) -> None:
+    def rewrite(self, process: ComfyProcess, samples: Sequence[SampleSource], *, seed: int) -> None:
         """Install the out-of-place methods, and prove that they compute the same."""
         self.rewriting.install()
         if not len(self.rewriting):

@@ -3,7 +3,7 @@
 from .block_checkpointing import BlockCheckpointing
 from .checkpoint import read_lora, save_verified
 from .config import LoraConfig, OffloadSettings, TrainingConfig
-from .data import Batch, Sample, SampleOrder, draw_batches, pair_samples
+from .data import Batch, Sample, SampleOrder, SampleSource, draw_batches, pair_samples
 from .lora import LoraAdapter, LoraAdapters
 from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
 from .optimizer import OPTIMIZERS
@@ -28,6 +28,7 @@ __all__ = [
     "RectifiedFlow",
     "Sample",
     "SampleOrder",
+    "SampleSource",
     "Target",
     "TrainingConfig",
     "check_same_output",

@@ -6,10 +6,12 @@ generator, so the same seed gives the same training and a training can be contin
 
 from __future__ import annotations
 
+import bisect
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +30,36 @@ class Sample:
     Attributes:
         latent: ``(1, C, ...)`` fp32 on the host.
         condition: What it shows, as the denoiser takes it.
+        unconditional: What stands in for the condition where the caption is dropped.
+        dropout: How often that is, 0 to 1 (classifier-free guidance, arXiv:2207.12598).
     """
 
     latent: Tensor
     condition: Any
+    unconditional: Any = None
+    dropout: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The latent's shape."""
+        return tuple(self.latent.shape)
+
+    def read(self) -> Sample:
+        """Return the sample itself: it is in memory already."""
+        return self
+
+
+class SampleSource(Protocol):
+    """A sample that may have to be read first, for sets that are larger than the host's memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the latent, ``(1, C, ...)``, known without reading it."""
+        ...
+
+    def read(self) -> Sample:
+        """Return the sample."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -100,47 +128,94 @@ def generator(seed: int, *purpose: str | int) -> torch.Generator:
 
 
 class SampleOrder:
-    """Which samples each micro-step takes: epochs, each in its own seeded order.
+    """Which samples each micro-step takes: all of one bucket, each bucket in its own seeded epochs.
+
+    Buckets take turns in a seeded order, in proportion to their sizes, and every batch is full: one
+    that reaches the end of its bucket goes on in that bucket's next epoch. What a micro-step takes
+    depends on its number alone, so a training can be continued at any of them.
 
     Args:
-        num_samples: Samples of an epoch.
-        batch_size: Samples of a micro-step; a batch may reach into the next epoch.
+        buckets: What each sample can share a batch with (the latent's shape), one for each sample.
+        batch_size: Samples of a micro-step.
         seed: Of the orders.
     """
 
-    def __init__(self, num_samples: int, *, batch_size: int, seed: int) -> None:
-        self.num_samples = num_samples
+    def __init__(self, buckets: Sequence[Hashable], *, batch_size: int, seed: int) -> None:
         self.batch_size = batch_size
         self.seed = seed
-        self._epoch: tuple[int, list[int]] = (-1, [])
+        members: dict[Hashable, list[int]] = {}
+        for index, bucket in enumerate(buckets):
+            members.setdefault(bucket, []).append(index)
+        self._members = list(members.values())
+        self._turns: tuple[int, list[int]] = (-1, [])
+        self._permutations: dict[int, tuple[int, list[int]]] = {}
 
     def indices(self, micro_step: int) -> list[int]:
         """Return the samples' indices of a micro-step, counted from 0."""
-        first = micro_step * self.batch_size
-        return [self._index(position) for position in range(first, first + self.batch_size)]
+        bucket, batch = self._batch(micro_step)
+        first = batch * self.batch_size
+        return [self._index(bucket, position) for position in range(first, first + self.batch_size)]
 
-    def _index(self, position: int) -> int:
-        epoch, offset = divmod(position, self.num_samples)
-        if self._epoch[0] != epoch:
-            order = torch.randperm(self.num_samples, generator=generator(self.seed, "order", epoch))
-            self._epoch = (epoch, order.tolist())
-        return self._epoch[1][offset]
+    def _batch(self, micro_step: int) -> tuple[int, int]:
+        """Return the bucket whose turn it is, and how many batches it has given before."""
+        # The last epoch that starts at or before this micro-step; `batch_size` epochs give a batch or more.
+        epochs = range((micro_step + 1) * self.batch_size + 1)
+        epoch = bisect.bisect_right(epochs, micro_step, key=self._batches_before) - 1
+        offset = micro_step - self._batches_before(epoch)
+        if self._turns[0] != epoch:
+            self._turns = (epoch, self._shuffled_turns(epoch))
+        turns = self._turns[1]
+        bucket = turns[offset]
+        return bucket, self._given(bucket, epoch) + turns[:offset].count(bucket)
+
+    def _given(self, bucket: int, epoch: int) -> int:
+        """Return how many full batches a bucket gives in all epochs before ``epoch``."""
+        return epoch * len(self._members[bucket]) // self.batch_size
+
+    def _batches_before(self, epoch: int) -> int:
+        return sum(self._given(bucket, epoch) for bucket in range(len(self._members)))
+
+    def _shuffled_turns(self, epoch: int) -> list[int]:
+        turns = list(
+            itertools.chain.from_iterable(
+                [bucket] * (self._given(bucket, epoch + 1) - self._given(bucket, epoch))
+                for bucket in range(len(self._members))
+            )
+        )
+        order = torch.randperm(len(turns), generator=generator(self.seed, "buckets", epoch))
+        return [turns[index] for index in order.tolist()]
+
+    def _index(self, bucket: int, position: int) -> int:
+        members = self._members[bucket]
+        epoch, offset = divmod(position, len(members))
+        if self._permutations.get(bucket, (-1, []))[0] != epoch:
+            purpose = ("order", epoch, bucket) if bucket else ("order", epoch)
+            order = torch.randperm(len(members), generator=generator(self.seed, *purpose))
+            self._permutations[bucket] = (epoch, order.tolist())
+        return members[self._permutations[bucket][1][offset]]
 
 
-def draw_batches(samples: Sequence[Sample], *, seed: int, micro_step: int) -> list[Batch]:
-    """Return the samples of a micro-step with their noise, grouped by shape (several resolutions)."""
+def draw_batches(samples: Sequence[SampleSource], *, seed: int, micro_step: int) -> list[Batch]:
+    """Return the samples of a micro-step with their noise, grouped by shape.
+
+    Captions are dropped here, each by its own draw, so that a sample is seen with and without its own.
+    """
     random = generator(seed, "noise", micro_step)
-    groups: dict[tuple[int, ...], list[tuple[Sample, Tensor, Tensor]]] = {}
-    for sample in samples:
+    dropping = generator(seed, "caption dropout", micro_step)
+    groups: dict[tuple[int, ...], list[tuple[Tensor, Any, Tensor, Tensor]]] = {}
+    for source in samples:
+        sample = source.read()
         noise = torch.randn(sample.latent.shape, generator=random)
         position = _MARGIN + (1 - 2 * _MARGIN) * torch.rand((1,), generator=random)
-        groups.setdefault(tuple(sample.latent.shape), []).append((sample, noise, position))
+        dropped = float(torch.rand((), generator=dropping)) < sample.dropout
+        condition = sample.unconditional if dropped else sample.condition
+        groups.setdefault(sample.shape, []).append((sample.latent, condition, noise, position))
     return [
         Batch(
-            clean=torch.cat([sample.latent for sample, _, _ in group]),
-            noise=torch.cat([noise for _, noise, _ in group]),
-            positions=torch.cat([position for _, _, position in group]),
-            conditions=[sample.condition for sample, _, _ in group],
+            clean=torch.cat([latent for latent, _, _, _ in group]),
+            noise=torch.cat([noise for _, _, noise, _ in group]),
+            positions=torch.cat([position for _, _, _, position in group]),
+            conditions=[condition for _, condition, _, _ in group],
         )
         for group in groups.values()
     ]

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import TrainingError
 from .config import TrainingConfig
-from .data import Batch, Sample, SampleOrder, draw_batches
+from .data import Batch, SampleOrder, SampleSource, draw_batches
 from .lora import LoraAdapters
 from .loss import LOSSES, DiffusionProcess, sample_losses
 from .optimizer import build_optimizer, gradients_are_finite
@@ -45,7 +45,7 @@ class Callbacks:
 
 def train(
     process: DiffusionProcess,
-    samples: Sequence[Sample],
+    samples: Sequence[SampleSource],
     adapters: LoraAdapters,
     config: TrainingConfig,
     *,
@@ -56,7 +56,7 @@ def train(
 
     Args:
         process: The denoiser, with the adapters on it.
-        samples: Latents with their conditions, on the host.
+        samples: Latents with their conditions; a batch takes latents of one shape.
         adapters: What is trained; nothing else gets a gradient.
         config: Steps, batch size and so on.
         device: Where the batches are put.
@@ -66,7 +66,8 @@ def train(
         TrainingError: If a loss or a gradient is not finite, or an adapter cannot learn.
     """
     callbacks = callbacks or Callbacks()
-    order = SampleOrder(len(samples), batch_size=config.batch_size, seed=config.seed)
+    buckets = [sample.shape for sample in samples]
+    order = SampleOrder(buckets, batch_size=config.batch_size, seed=config.seed)
     optimizer = build_optimizer(config.optimizer, adapters.parameters(), learning_rate=config.learning_rate)
     losses: list[float] = []
     for step in range(config.steps):

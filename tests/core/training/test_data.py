@@ -49,17 +49,43 @@ def test_a_latent_that_is_not_finite_is_refused(bad):
 
 
 def test_every_epoch_shows_every_sample_once_in_another_order():
-    order = SampleOrder(7, batch_size=7, seed=5)
+    order = SampleOrder([None] * 7, batch_size=7, seed=5)
     epochs = [order.indices(step) for step in range(4)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
 def test_the_order_can_be_continued_anywhere():
-    whole = SampleOrder(5, batch_size=3, seed=1)
+    whole = SampleOrder([None] * 5, batch_size=3, seed=1)
     expected = [whole.indices(step) for step in range(10)]
-    assert SampleOrder(5, batch_size=3, seed=1).indices(7) == expected[7]
-    assert [SampleOrder(5, batch_size=3, seed=2).indices(step) for step in range(10)] != expected
+    assert SampleOrder([None] * 5, batch_size=3, seed=1).indices(7) == expected[7]
+    assert [SampleOrder([None] * 5, batch_size=3, seed=2).indices(step) for step in range(10)] != expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_a_batch_is_of_one_bucket_and_every_sample_gets_its_share(batch_size):
+    buckets = ["wide", "tall", "wide", "square", "wide", "tall", "wide"]
+    order = SampleOrder(buckets, batch_size=batch_size, seed=1)
+    steps = 7 * batch_size
+    batches = [order.indices(step) for step in range(steps)]
+    assert all(len(batch) == batch_size for batch in batches)
+    assert all(len({buckets[index] for index in batch}) == 1 for batch in batches)
+    counts = torch.bincount(torch.tensor([index for batch in batches for index in batch]), minlength=7)
+    # `batch_size**2` epochs of the set: a whole number for each bucket, so nobody is short.
+    assert counts.tolist() == [batch_size**2] * 7
+    assert len({tuple(sorted(batch)) for batch in batches}) > 1
+    assert SampleOrder(buckets, batch_size=batch_size, seed=1).indices(steps - 2) == batches[-2]
+
+
+def test_captions_are_dropped_at_the_rate_and_by_the_seed_alone():
+    samples = [Sample(torch.zeros(1, 1), "caption", "", 0.25)] * 4000
+    conditions = draw_batches(samples, seed=0, micro_step=0)[0].conditions
+    # Four standard deviations of the mean of 4000 draws are 0.027.
+    assert abs(conditions.count("") / 4000 - 0.25) < 0.03
+    assert draw_batches(samples, seed=0, micro_step=0)[0].conditions == conditions
+    assert draw_batches(samples, seed=0, micro_step=1)[0].conditions != conditions
+    undisturbed = draw_batches([Sample(torch.zeros(1, 1), "caption")] * 4000, seed=0, micro_step=0)[0]
+    assert torch.equal(undisturbed.noise, draw_batches(samples, seed=0, micro_step=0)[0].noise)
 
 
 def test_noise_depends_on_seed_and_step_only():
