@@ -3,11 +3,12 @@
 ``OffloadTrainingManager`` attaches to any ``torch.nn.Module`` and comes off again; the model's code
 is not touched. Plain PyTorch; it knows neither ComfyUI nor LoRA.
 
-Files, from the outside in: ``manager`` attaches and removes; ``engine`` and ``hooks`` say what
-happens when; ``residency`` is the cache, ``slots`` and ``transfer`` the target memory and the
-copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena`` the masters; ``tensors``,
-``wrappers``, ``module_dicts`` and ``replacements`` how the model sees them; ``saved_tensors`` and
-``gradients`` what autograd sees; ``unobserved`` keeps the engine's own operations out of sight.
+Files, from the outside in: ``manager`` attaches (by the steps in ``attach``) and removes; ``engine``
+and ``hooks`` say what happens when; ``residency`` is the cache, ``slots`` and ``transfer`` the target
+memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena`` the masters;
+``tensors``, ``wrappers``, ``module_dicts`` and ``replacements`` how the model sees them;
+``saved_tensors`` and ``gradients`` what autograd sees; ``unobserved`` keeps the engine's own
+operations out of sight.
 """
 
 from .manager import OffloadTrainingManager

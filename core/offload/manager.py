@@ -14,20 +14,17 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..log import get_logger
 from ..module_hooks import install_hook, remove_hook
-from .checks import check_model, check_tensors
+from .attach import check_request, collect, make_dicts, make_units, set_dict, take_over
+from .checks import check_model
 from .config import OffloadConfig
 from .engine import Engine
-from .hooks import HOOK_NAME, Unit, UnitHook
+from .hooks import HOOK_NAME, UnitHook
 from .module_dicts import ManagedDict
 from .saved_tensors import check_torch
 from .stats import OffloadStats
-from .tensors import Entry, ManagedTensor, make_managed
-from .units import UnitPlan, has_forward, owned_tensors, plan_units
+from .units import has_forward, owned_tensors, plan_units
 from .unobserved import unobserved
-
-_log = get_logger("offload")
 
 # Weights kept between recompute and backward: room for two of the largest units, or this share.
 _CACHE_SHARE = 32
@@ -92,8 +89,8 @@ class OffloadTrainingManager:
         )
         check_torch()
         check_model(model)
-        _check_request(model, config)
-        _take_over(model, self)
+        check_request(model, config)
+        take_over(model, self)
         self._attach(model, config)
 
     def after_backward(self) -> None:
@@ -137,7 +134,7 @@ class OffloadTrainingManager:
             engine.store.restore()
         engine.residency.pool.trim(0)
         for holder in self._holders:
-            _set_dict(holder.module, holder.hand_back(), is_parameters=holder.is_parameters)
+            set_dict(holder.module, holder.hand_back(), is_parameters=holder.is_parameters)
         for reference in self._hooked:
             module = reference()
             if module is not None:
@@ -214,74 +211,12 @@ class OffloadTrainingManager:
     def _manage(self, model: nn.Module, engine: Engine) -> None:
         plans = plan_units(model, engine.config.split_threshold_bytes)
         self._num_units = len(plans)
-        engine.store.units.update(_make_units(model, plans))
-        self._holders = _make_dicts(model, engine)
-        engine.store.add(_collect(self._holders))
+        engine.store.units.update(make_units(model, plans))
+        self._holders = make_dicts(model, engine)
+        engine.store.add(collect(self._holders))
         for holder in self._holders:
-            _set_dict(holder.module, holder, is_parameters=holder.is_parameters)
+            set_dict(holder.module, holder, is_parameters=holder.is_parameters)
         for module in model.modules():
             if has_forward(module) and any(True for child in module.modules() for _ in owned_tensors(child)):
                 install_hook(module, HOOK_NAME, UnitHook(engine, engine.store.units[id(module)]))
                 self._hooked.append(weakref.ref(module))
-
-
-def _check_request(model: nn.Module, config: OffloadConfig) -> None:
-    """Check every tensor before anything changes, an earlier manager included."""
-    entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
-    for path, module in model.named_modules():
-        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for name, tensor in dict.items(tensors):
-                if tensor is not None:
-                    full_name = f"{path}.{name}" if path else name
-                    entry = Entry(module, tensors, name, full_name, is_parameter)
-                    entries.setdefault(id(tensor), (tensor, []))[1].append(entry)
-    check_tensors((ManagedTensor(tensor, places) for tensor, places in entries.values()), config)
-
-
-def _take_over(model: nn.Module, new: OffloadTrainingManager) -> None:
-    holders = (module.__dict__.get("_parameters") for module in model.modules())
-    engines = {id(holder.engine): holder.engine for holder in holders if isinstance(holder, ManagedDict)}
-    olds = [engine.manager for engine in engines.values()]
-    for old in olds:
-        root = None if old._model_ref is None else old._model_ref()
-        if root is not model:
-            raise OffloadError(
-                f"Offloading was asked for {type(model).__name__}, part of which is already managed by the "
-                f"OffloadTrainingManager of {type(root).__name__}. Remove that one first."
-            )
-    for old in olds:
-        old.remove()
-        old._successor = new
-        _log.info("a second OffloadTrainingManager on %s replaces the first", type(model).__name__)
-
-
-def _make_units(model: nn.Module, plans: list[UnitPlan]) -> dict[int, Unit]:
-    units = {id(module): Unit(path) for path, module in model.named_modules()}
-    for plan in plans:
-        unit = units[id(plan.module)]
-        for _, owner in plan.owners:
-            units[id(owner)] = unit
-    return units
-
-
-def _make_dicts(model: nn.Module, engine: Engine) -> list[ManagedDict]:
-    holders = []
-    for path, module in model.named_modules():
-        for tensors, is_parameters in ((module._parameters, True), (module._buffers, False)):
-            holders.append(ManagedDict(tensors, engine, module, path=path, is_parameters=is_parameters))
-    return holders
-
-
-def _collect(holders: list[ManagedDict]) -> list[ManagedTensor]:
-    entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
-    for holder in holders:
-        for name, tensor in dict.items(holder):
-            if tensor is not None:
-                entry = Entry(holder.module, holder, name, holder.full_name(name), holder.is_parameters)
-                entries.setdefault(id(tensor), (tensor, []))[1].append(entry)
-    return [make_managed(tensor, places) for tensor, places in entries.values()]
-
-
-def _set_dict(module: nn.Module, tensors: dict, *, is_parameters: bool) -> None:
-    # Not setattr: nn.Module would look at the value.
-    module.__dict__["_parameters" if is_parameters else "_buffers"] = tensors

@@ -1,0 +1,97 @@
+"""The steps of attaching: check every tensor, take over from an earlier manager, make units and dicts.
+
+What this module does not do: it keeps nothing; ``manager`` holds what was attached.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..log import get_logger
+from .checks import check_tensors
+from .config import OffloadConfig
+from .hooks import Unit
+from .module_dicts import ManagedDict
+from .tensors import Entry, ManagedTensor, make_managed
+from .units import UnitPlan
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .manager import OffloadTrainingManager
+
+_log = get_logger("offload")
+
+
+def check_request(model: nn.Module, config: OffloadConfig) -> None:
+    """Check every tensor before anything changes, an earlier manager included."""
+    entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
+    for path, module in model.named_modules():
+        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for name, tensor in dict.items(tensors):
+                if tensor is not None:
+                    full_name = f"{path}.{name}" if path else name
+                    entry = Entry(module, tensors, name, full_name, is_parameter)
+                    entries.setdefault(id(tensor), (tensor, []))[1].append(entry)
+    check_tensors((ManagedTensor(tensor, places) for tensor, places in entries.values()), config)
+
+
+def take_over(model: nn.Module, new: OffloadTrainingManager) -> None:
+    """Remove an earlier manager of the same model, which then hands its calls to ``new``.
+
+    Raises:
+        OffloadError: If a manager of another model has a part of this one.
+    """
+    holders = (module.__dict__.get("_parameters") for module in model.modules())
+    engines = {id(holder.engine): holder.engine for holder in holders if isinstance(holder, ManagedDict)}
+    olds = [engine.manager for engine in engines.values()]
+    for old in olds:
+        root = None if old._model_ref is None else old._model_ref()
+        if root is not model:
+            raise OffloadError(
+                f"Offloading was asked for {type(model).__name__}, part of which is already managed by the "
+                f"OffloadTrainingManager of {type(root).__name__}. Remove that one first."
+            )
+    for old in olds:
+        old.remove()
+        old._successor = new
+        _log.info("a second OffloadTrainingManager on %s replaces the first", type(model).__name__)
+
+
+def make_units(model: nn.Module, plans: list[UnitPlan]) -> dict[int, Unit]:
+    """Return ``id(module)`` to the unit that holds the module's own tensors."""
+    units = {id(module): Unit(path) for path, module in model.named_modules()}
+    for plan in plans:
+        unit = units[id(plan.module)]
+        for _, owner in plan.owners:
+            units[id(owner)] = unit
+    return units
+
+
+def make_dicts(model: nn.Module, engine: Engine) -> list[ManagedDict]:
+    """Return the dicts that are to stand for every module's parameters and buffers."""
+    holders = []
+    for path, module in model.named_modules():
+        for tensors, is_parameters in ((module._parameters, True), (module._buffers, False)):
+            holders.append(ManagedDict(tensors, engine, module, path=path, is_parameters=is_parameters))
+    return holders
+
+
+def collect(holders: list[ManagedDict]) -> list[ManagedTensor]:
+    """Return one managed tensor for each distinct tensor in the dicts."""
+    entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
+    for holder in holders:
+        for name, tensor in dict.items(holder):
+            if tensor is not None:
+                entry = Entry(holder.module, holder, name, holder.full_name(name), holder.is_parameters)
+                entries.setdefault(id(tensor), (tensor, []))[1].append(entry)
+    return [make_managed(tensor, places) for tensor, places in entries.values()]
+
+
+def set_dict(module: nn.Module, tensors: dict, *, is_parameters: bool) -> None:
+    """Make ``tensors`` the module's parameters or buffers."""
+    # Not setattr: nn.Module would look at the value.
+    module.__dict__["_parameters" if is_parameters else "_buffers"] = tensors
