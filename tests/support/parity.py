@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from comfyui_ferry.core.parallel import (
     ModelPlan,
     ParallelDims,
     ParallelHandle,
+    RankLayout,
     SequenceGroup,
     build_mesh,
     parallelize,
@@ -29,12 +31,23 @@ from .tiny_models import Inputs
 TOLERANCE = 1e-5
 
 
-def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the largest difference over the largest value."""
+Output = torch.Tensor | list[torch.Tensor]
+
+
+def relative_error(output: Output, reference: Output) -> float:
+    """Return the largest difference over the largest value; of several outputs, the worst."""
+    if isinstance(output, list):
+        return max(map(relative_error, output, reference))
+    assert isinstance(reference, torch.Tensor)
     return ((output - reference).abs().max() / reference.abs().max()).item()
 
 
-def run_alone(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+def plan_of(model: nn.Module) -> ModelPlan:
+    """Return the plan of the model's class."""
+    return find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
+
+
+def run_alone(model: nn.Module, inputs: Inputs) -> Any:
     """Return the output of the model by itself."""
     arguments = copied(inputs)
     arguments.setdefault("transformer_options", {})
@@ -42,7 +55,7 @@ def run_alone(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         return forward_of(model)(**arguments)
 
 
-def run_parallel(model: nn.Module, handle: ParallelHandle, inputs: Inputs) -> torch.Tensor:
+def run_parallel(model: nn.Module, handle: ParallelHandle, inputs: Inputs) -> Any:
     """Return the output of the model on all ranks of the handle's group."""
     arguments = copied(inputs)
     options = dict(arguments.get("transformer_options") or {})
@@ -58,26 +71,98 @@ def layouts_of(world_size: int) -> list[ParallelDims]:
     return [ParallelDims(ring=degree, ulysses=world_size // degree) for degree in degrees]
 
 
-def rank_errors(model: nn.Module, plan: ModelPlan, inputs: Inputs, reference: torch.Tensor) -> dict[str, Any]:
-    """Run one rank of the tester in every layout and return what it saw.
+@dataclass(frozen=True)
+class CaseReport:
+    """What one rank saw of one case.
 
-    The forward runs twice in each, so that nothing of one call may leak into the next, and once more
-    after the last ``remove()``.
+    Args:
+        errors: Relative error in each layout that the rank takes part in.
+        inputs_kept: Whether the caller's inputs are what they were, bit for bit.
+        restored: Whether the model alone gives what it gave before, bit for bit.
+        left: Modules that still have a hook or a forward of their own.
+        without_exchange: Relative error on two ranks if every self-attention stays on its rank, or the
+            message that refused it; None on other ranks. If it were small, parity would prove nothing.
     """
+
+    errors: dict[ParallelDims, float]
+    inputs_kept: bool
+    restored: bool
+    left: list[str]
+    without_exchange: float | str | None = None
+
+
+def case_report(name: str) -> CaseReport:
+    """Run one rank of the tester for a case, in every layout of the pool."""
+    case = CASES[name]
+    model, inputs = case.build(), case.inputs()
+    report = model_report(model, plan_of(model), inputs)
+    return replace(report, without_exchange=_error_under(without_exchange(plan_of(model)), model, inputs))
+
+
+def model_report(model: nn.Module, plan: ModelPlan, inputs: Inputs) -> CaseReport:
+    """Run one rank of the tester.
+
+    The forward runs twice in each layout, so that nothing of one call may leak into the next, and once
+    more after the last ``remove()``. CFG branches get different prompts.
+    """
+    branches = [inputs, inputs | {"context": -inputs["context"]}]
     before = copied(inputs)
-    errors: dict[str, float] = {}
-    for dims in layouts_of(dist.get_world_size()):
-        handle = parallelize(model, plan, group=sequence_group(dims))
-        outputs = [run_parallel(model, handle, inputs) for _ in range(2)]
+    references = [run_alone(model, branch) for branch in branches]
+    errors: dict[ParallelDims, float] = {}
+    for dims, layout in pool_layouts().items():
+        if dist.get_rank() >= dims.world_size or layout.sequence_group is None:
+            continue
+        handle = parallelize(model, plan, group=layout.sequence_group)
+        outputs = [run_parallel(model, handle, branches[layout.cfg_branch]) for _ in range(2)]
         handle.remove()
-        errors[str(dims)] = max(relative_error(output, reference) for output in outputs)
-    return {
-        "errors": errors,
-        "inputs kept": same(before, inputs),
-        "restored": torch.equal(run_alone(model, inputs), reference),
-        "hooks left": [name for name, module in model.named_modules() if hook_names(module)],
-        "forwards left": [name for name, module in model.named_modules() if "forward" in module.__dict__],
-    }
+        reference = references[layout.cfg_branch]
+        errors[dims] = max(relative_error(output, reference) for output in outputs)
+    left = [
+        path for path, module in model.named_modules() if hook_names(module) or "forward" in module.__dict__
+    ]
+    return CaseReport(errors, same(before, inputs), same(run_alone(model, inputs), references[0]), left)
+
+
+def plan_error(name: str, plan: ModelPlan) -> float | str | None:
+    """Return the error of a case under another plan on two ranks, or the message that refused it.
+
+    None on the pool's other ranks.
+    """
+    return _error_under(plan, CASES[name].build(), CASES[name].inputs())
+
+
+def _error_under(plan: ModelPlan, model: nn.Module, inputs: Inputs) -> float | str | None:
+    dims = ParallelDims(ulysses=2)
+    group = pool_layouts()[dims].sequence_group
+    if dist.get_rank() >= dims.world_size:
+        return None
+    assert group is not None
+    try:
+        handle = parallelize(model, plan, group=group)
+        return relative_error(run_parallel(model, handle, inputs), run_alone(model, inputs))
+    except RuntimeError as error:
+        return str(error)
+
+
+@functools.cache
+def pool_layouts() -> dict[ParallelDims, RankLayout]:
+    """Return this rank's place in every layout of 2, 3, ... ranks; collective over all, the first time.
+
+    By Ulysses, by Ring and by every hybrid. Of four ranks also the first two and three by themselves, and
+    two CFG branches of two.
+    """
+    world_size = dist.get_world_size()
+    layouts: dict[ParallelDims, RankLayout] = {}
+    for size in range(2, world_size) if world_size == 4 else ():
+        group = dist.new_group(list(range(size)))
+        assert isinstance(group, dist.ProcessGroup) or dist.get_rank() >= size
+        layouts[ParallelDims(ulysses=size)] = RankLayout(0, SequenceGroup(group, ring=None, ulysses=group))
+        layouts[ParallelDims(ring=size)] = RankLayout(0, SequenceGroup(group, ring=group, ulysses=None))
+    layouts |= {dims: build_mesh(dims) for dims in layouts_of(world_size)}
+    if world_size == 4:
+        dims = ParallelDims(cfg=2, ulysses=2)
+        layouts[dims] = build_mesh(dims)
+    return layouts
 
 
 @dataclass(frozen=True)
@@ -128,7 +213,7 @@ def _case_errors(
     scalars = {name: inputs[name] for name in ("timestep", "timesteps", "guidance") if name in inputs}
     inputs = moved(inputs, dtype) | scalars
     alone = run_alone(model, inputs).float()
-    plan = find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
+    plan = plan_of(model)
 
     def error_of(tried: ModelPlan) -> float:
         handle = parallelize(model, tried, group=group)

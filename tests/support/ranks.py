@@ -58,7 +58,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         for _, sender in pipes:
             sender.close()
         try:
-            messages = _collect([receiver for receiver, _ in pipes], timeout_s)
+            messages = collect_messages([receiver for receiver, _ in pipes], timeout_s)
         finally:
             for process in processes:
                 process.kill()
@@ -66,7 +66,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 process.join(timeout=5)
             for receiver, _ in pipes:
                 receiver.close()
-    return _results(messages)
+    return results_of(messages)
 
 
 def run_named_ranks(
@@ -112,7 +112,7 @@ def run_named_ranks(
             result = Path(folder, f"result{rank}")
             died = ("died", log.read_text(errors="replace")[-4000:], time.monotonic())
             messages.append(pickle.loads(result.read_bytes()) if result.exists() else died)
-    return _results(messages)
+    return results_of(messages)
 
 
 def named_rank(folder: str, rank: int) -> None:
@@ -156,15 +156,8 @@ def _forked_rank(
 def _run_one(
     fn: Callable, args: tuple, rank: int, world_size: int, rendezvous: str, timeout_s: float, *, backend: str
 ) -> bytes:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        join_group(rank, world_size, rendezvous, timeout_s=timeout_s, backend=backend)
         result = fn(*args)
         dist.barrier()
         return pickle.dumps(("done", result, time.monotonic()))
@@ -172,7 +165,29 @@ def _run_one(
         return pickle.dumps(("raised", traceback.format_exc(), time.monotonic()))
 
 
-def _collect(receivers: list[Connection], timeout_s: float) -> list[Message]:
+def join_group(
+    rank: int, world_size: int, rendezvous: str, *, timeout_s: float, backend: str = "gloo"
+) -> None:
+    """Make this process a rank of a new default group.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        rendezvous: Path of a file that does not exist yet, the same for all.
+        timeout_s: For each collective.
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def collect_messages(receivers: list[Connection], timeout_s: float) -> list[Message]:
     """Read one message from each rank; the first failure ends the wait, since the others may hang."""
     deadline = time.monotonic() + timeout_s
     messages: list[Message] = [("late", f"no answer within {timeout_s} s", deadline)] * len(receivers)
@@ -196,7 +211,8 @@ def _wait_for(processes: list[subprocess.Popen], timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def _results(messages: list[Message]) -> list[Any]:
+def results_of(messages: list[Message]) -> list[Any]:
+    """Return what the ranks returned, or raise the error of the one that is the cause."""
     order = {"raised": 0, "died": 1, "late": 2}
     failed = [(order[kind], at, rank) for rank, (kind, _, at) in enumerate(messages) if kind != "done"]
     if failed:

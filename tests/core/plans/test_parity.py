@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,18 +11,19 @@ from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.parallel import ModelPlan, ParallelDims, check_plan, parallelize
 from comfyui_ferry.core.parallel.attention import lse, ring
 from comfyui_ferry.core.parallel.plan import InputAction, Replicated
-from comfyui_ferry.core.plans import find_plan
 from ferry_support.parity import (
     TOLERANCE,
+    CaseReport,
     layouts_of,
-    rank_errors,
+    model_report,
+    plan_of,
     relative_error,
     run_alone,
     run_parallel,
     sequence_group,
-    without_exchange,
     world_group,
 )
+from ferry_support.rank_pool import RankPool
 from ferry_support.ranks import run_ranks
 from ferry_support.tiny_cases import CASES
 from ferry_support.tiny_models import (
@@ -50,71 +51,98 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def plan_of(model: nn.Module) -> ModelPlan:
-    return find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
+def skip_if_missing(name: str) -> None:
+    if CASES[name].newer_only and not is_newer_comfyui():
+        pytest.skip("this ComfyUI has no such model")
+
+
+def model_and_plan(name: str) -> tuple[nn.Module, ModelPlan]:
+    skip_if_missing(name)
+    model = CASES[name].build()
+    return model, plan_of(model)
 
 
 def prepare(name: str) -> Prepared:
     """Return model, plan, inputs and one rank's output of a case."""
-    case = CASES[name]
-    if case.newer_only and not is_newer_comfyui():
-        pytest.skip("this ComfyUI has no such model")
-    model, inputs = case.build(), case.inputs()
-    return model, plan_of(model), inputs, run_alone(model, inputs)
+    model, plan = model_and_plan(name)
+    inputs = CASES[name].inputs()
+    return model, plan, inputs, run_alone(model, inputs)
 
 
-def check(prepared: Prepared, world_size: int) -> None:
-    for rank, seen in enumerate(run_ranks(rank_errors, world_size, *prepared)):
-        assert seen["errors"].keys() == set(map(str, layouts_of(world_size)))
-        assert max(seen["errors"].values()) <= TOLERANCE, (rank, seen)
-        assert seen["inputs kept"], rank
-        assert seen["restored"], rank
-        assert seen["hooks left"] == [], rank
-        assert seen["forwards left"] == [], rank
+@pytest.fixture(scope="module")
+def pool():
+    """Four ranks for all cases."""
+    for name in ("flux1-dev", "qwen", "wan t2v", "z-image", "sd3.5-large", "hunyuan-1.5"):
+        prepare(name)  # imports, once instead of in every rank
+    ranks = RankPool(4)
+    yield ranks
+    ranks.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+def check(reports: list[CaseReport], layouts: Iterable[ParallelDims]) -> dict[ParallelDims, float]:
+    """Check what the ranks saw and return the worst error of each layout."""
+    worst: dict[ParallelDims, float] = {}
+    for rank, seen in enumerate(reports):
+        assert seen.inputs_kept, rank
+        assert seen.restored, rank
+        assert seen.left == [], rank
+        for dims, error in seen.errors.items():
+            assert error <= TOLERANCE, (rank, dims, error)
+            worst[dims] = max(worst.get(dims, 0.0), error)
+    assert worst.keys() == set(layouts)
+    return worst
+
+
+LAYOUTS = [*layouts_of(2), *layouts_of(3), *layouts_of(4), ParallelDims(cfg=2, ulysses=2)]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_rank(name: str, world_size: int) -> None:
-    """Ulysses, Ring and with four ranks both.
+def test_equals_one_rank(pool: RankPool, name: str) -> None:
+    """Ulysses, Ring, both with four ranks, and two CFG branches of two ranks.
 
     Tokens and heads are uneven everywhere; with four ranks and three heads one rank has none.
     """
-    check(prepare(name), world_size)
+    skip_if_missing(name)
+    reports = pool.call("ferry_support.parity:case_report", name)
+    check(reports, LAYOUTS)
+    broken = reports[1].without_exchange
+    # A key mask made from this rank's tokens fits its own attention; a whole mask does not.
+    if isinstance(broken, str):
+        assert "expanded size" in broken or "must match" in broken
+    else:
+        assert broken > 1e-2
+
+
+def check_on_eight(model: nn.Module, inputs: Inputs) -> None:
+    reports = run_ranks(model_report, 8, model, plan_of(model), inputs)
+    check(reports, layouts_of(8))
 
 
 @pytest.mark.parametrize("family", ["flux", "qwen"])
 def test_five_text_tokens_on_eight_ranks(family: str) -> None:
     """An empty negative prompt: three ranks have no text."""
-    model = build_flux() if family == "flux" else build_qwen()
-    inputs = flux_call(text=5) if family == "flux" else qwen_call(text=5)
-    check((model, plan_of(model), inputs, run_alone(model, inputs)), 8)
+    if family == "flux":
+        check_on_eight(build_flux(), flux_call(text=5))
+    else:
+        check_on_eight(build_qwen(), qwen_call(text=5))
 
 
 @pytest.mark.parametrize("name", ["qwen edit-2511", "flux2 timestep zero", "flux1-kontext control"])
 def test_references_and_residuals_on_eight_ranks(name: str) -> None:
     """Some ranks hold only reference tokens, some only image tokens."""
-    check(prepare(name), 8)
+    skip_if_missing(name)
+    check_on_eight(CASES[name].build(), CASES[name].inputs())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_resolves(name: str) -> None:
-    model, plan, *_ = prepare(name)
+    model, plan = model_and_plan(name)
     check_plan(model.to("meta"), plan)
 
 
-def broken_error(name: str, plan: ModelPlan) -> Any:
+def broken_error(pool: RankPool, name: str, plan: ModelPlan) -> float | str:
     """Return the error of a case under a wrong plan, or the message with which it was refused."""
-    model, _, inputs, reference = prepare(name)
-
-    def body() -> Any:
-        try:
-            handle = parallelize(model, plan, group=world_group())
-            return relative_error(run_parallel(model, handle, inputs), reference)
-        except (PlanError, RuntimeError) as error:
-            return str(error)
-
-    return run_ranks(body, 2)[1]
+    return pool.call("ferry_support.parity:plan_error", name, plan)[1]
 
 
 def left_whole(plan: ModelPlan, argument: str) -> ModelPlan:
@@ -127,19 +155,11 @@ def left_whole(plan: ModelPlan, argument: str) -> ModelPlan:
     return replace(plan, rules=tuple(rules))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_without_communication_the_tester_fails(name: str) -> None:
-    _, plan, *_ = prepare(name)
-    error = broken_error(name, without_exchange(plan))
-    # A key mask made from this rank's tokens fits its own attention; a whole mask does not.
-    assert "expanded size" in error or "must match" in error if isinstance(error, str) else error > 1e-2
-
-
-def test_the_second_attention_of_sd3_medium_is_over_the_image_alone() -> None:
+def test_the_second_attention_of_sd3_medium_is_over_the_image_alone(pool: RankPool) -> None:
     """Its role is told by the number of the call: over both streams it would not fit, and be refused."""
-    _, plan, *_ = prepare("sd3.5-medium batch 2")
+    _, plan = model_and_plan("sd3.5-medium batch 2")
     rules = tuple(rule for rule in plan.rules if not rule.having)
-    error = broken_error("sd3.5-medium batch 2", replace(plan, rules=rules))
+    error = broken_error(pool, "sd3.5-medium batch 2", replace(plan, rules=rules))
     assert isinstance(error, str)
 
 
@@ -189,16 +209,16 @@ def test_a_broken_ring_is_seen_by_the_tester(name: str, broken: str) -> None:
         ("hunyuan-1.5", "pe"),
     ],
 )
-def test_an_argument_left_whole_is_seen_by_the_tester(name: str, argument: str) -> None:
+def test_an_argument_left_whole_is_seen_by_the_tester(pool: RankPool, name: str, argument: str) -> None:
     """Several of these raise no error in the model: the rope kernels cut a long table silently."""
-    _, plan, *_ = prepare(name)
-    error = broken_error(name, left_whole(plan, argument))
+    _, plan = model_and_plan(name)
+    error = broken_error(pool, name, left_whole(plan, argument))
     assert isinstance(error, str) or error > 1e-3
 
 
-def test_uncut_residuals_are_seen_by_the_tester() -> None:
-    _, plan, *_ = prepare("flux1-kontext control")
-    error = broken_error("flux1-kontext control", replace(plan, control=None))
+def test_uncut_residuals_are_seen_by_the_tester(pool: RankPool) -> None:
+    _, plan = model_and_plan("flux1-kontext control")
+    error = broken_error(pool, "flux1-kontext control", replace(plan, control=None))
     assert isinstance(error, str) or error > 1e-3
 
 
