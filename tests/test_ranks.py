@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ferry_support.ranks import RankError, _results, run_named_ranks, run_ranks
+from ferry_support.ranks import RankError, results_of, run_named_ranks, run_ranks
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -33,7 +33,7 @@ def test_an_error_names_its_rank_and_shows_its_traceback() -> None:
 def test_of_two_errors_the_earlier_is_the_cause() -> None:
     lost_its_peer = ("raised", "Connection reset by peer", 2.0)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 3 raised.*cause"):
-        _results([lost_its_peer, ("raised", "cause", 1.0), ("done", None, 0.5)])
+        results_of([lost_its_peer, ("raised", "cause", 1.0), ("done", None, 0.5)])
 
 
 def test_a_rank_that_dies_is_reported() -> None:
