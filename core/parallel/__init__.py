@@ -4,9 +4,11 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 """
 
 from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh
-from .parallelize import ParallelHandle, parallelize
+from .parallelize import ParallelHandle, install_sequence, parallelize
 from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
+from .tensor_parallel import TensorParallelHandle
+from .tensor_shards import TensorShards, largest_rank_bytes
 
 __all__ = [
     "ModelPlan",
@@ -15,9 +17,13 @@ __all__ = [
     "ParallelMethod",
     "RankLayout",
     "SequenceGroup",
+    "TensorParallelHandle",
+    "TensorShards",
     "build_mesh",
     "check_plan",
     "head_count",
+    "install_sequence",
+    "largest_rank_bytes",
     "parallelize",
     "validate_model",
 ]

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -69,3 +71,9 @@ def find_slot(signature: inspect.Signature, name: str) -> ArgumentSlot | None:
 def slot_of(signature: inspect.Signature, name: str) -> ArgumentSlot:
     """Return the slot of ``name``; one that only ``**kwargs`` can take is found by name."""
     return named_slots(signature).get(name, ArgumentSlot(name, None))
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """Return the signature of a module's own forward, without ``self`` and whatever hooks are on it."""
+    signature = inspect.signature(type(module).forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -65,6 +65,19 @@ def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.Proces
     return torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
 
 
+def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of the ranks' tensors of one shape; all ranks of ``group`` must call.
+
+    Args:
+        tensor: Overwritten by the sum if it is contiguous.
+        group: The ranks.
+    """
+    _refuse_gradients(tensor)
+    total = tensor.contiguous()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a byte view of it if its dtype is one that gloo cannot send (fp8, bool)."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

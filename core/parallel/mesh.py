@@ -19,7 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import RequestError
 
 _AXES = ("cfg", "tp", "ring", "ulysses")
-_BUILT_AXES = ("cfg", "ring", "ulysses")
+_INPUT_NAMES = {"tp": "tensor_parallel_degree"}
+
+
+def input_name(axis: str) -> str:
+    """Return what users call the degree of an axis, for messages."""
+    return _INPUT_NAMES.get(axis, f"{axis}_degree")
 
 
 @dataclass(frozen=True)
@@ -68,18 +73,12 @@ class ParallelDims:
         for axis, degree in self.degrees.items():
             if degree < 1:
                 raise RequestError(
-                    f"{axis}_degree={degree} was asked",
+                    f"{input_name(axis)}={degree} was asked",
                     limit="A degree counts ranks; 1 means that the method is not used",
-                    way_out=f"Set {axis}_degree to a number from 1 to {num_gpus}",
-                )
-            if degree > 1 and axis not in _BUILT_AXES:
-                raise RequestError(
-                    f"{axis}_degree={degree} was asked",
-                    limit=f"This version runs {', '.join(_BUILT_AXES)} parallelism only",
-                    way_out=f"Set {axis}_degree to 1 and use one of those instead",
+                    way_out=f"Set {input_name(axis)} to a number from 1 to {num_gpus}",
                 )
         if self.world_size != num_gpus:
-            product = " x ".join(f"{axis} {self.degrees[axis]}" for axis in _BUILT_AXES)
+            product = " x ".join(f"{axis} {self.degrees[axis]}" for axis in _AXES)
             raise RequestError(
                 f"{num_gpus} GPUs with degrees {product} = {self.world_size} were asked",
                 limit="The product of the degrees must equal the number of GPUs",
@@ -113,10 +112,19 @@ class RankLayout:
         cfg_branch: Index of the conditioning branch that this rank works for.
         sequence_group: The ranks that share this rank's sequence, or None if the rank has the whole
             sequence to itself.
+        tensor_group: The ranks that hold the other slices of this rank's weights, or None if the rank has
+            them whole.
     """
 
     cfg_branch: int
     sequence_group: SequenceGroup | None
+    tensor_group: dist.ProcessGroup | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first of its conditioning branch; all of them get the same output."""
+        groups = (self.tensor_group, self.sequence_group and self.sequence_group.whole)
+        return all(dist.get_rank(group) == 0 for group in groups if group is not None)
 
 
 def build_mesh(dims: ParallelDims) -> RankLayout:
@@ -128,7 +136,11 @@ def build_mesh(dims: ParallelDims) -> RankLayout:
     dims.validate(num_gpus=dist.get_world_size())
     device_type = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
     mesh = init_device_mesh(device_type, tuple(dims.degrees.values()), mesh_dim_names=_AXES)
-    return RankLayout(cfg_branch=mesh.get_local_rank("cfg"), sequence_group=_sequence_group(mesh, dims))
+    return RankLayout(
+        cfg_branch=mesh.get_local_rank("cfg"),
+        sequence_group=_sequence_group(mesh, dims),
+        tensor_group=mesh.get_group("tp") if dims.tp > 1 else None,
+    )
 
 
 def _sequence_group(mesh: DeviceMesh, dims: ParallelDims) -> SequenceGroup | None:

@@ -22,13 +22,19 @@ from .forward_state import ForwardState
 from .mesh import SequenceGroup
 from .plan import ModelPlan
 from .plan_check import check_plan
+from .tensor_parallel import TensorParallelHandle, refuse_tensor_parallel
+from .tensor_shards import TensorShards
 
 _HOOK = "context_parallel"
 _OPTIONS = "transformer_options"
 
 
 def parallelize(
-    model: nn.Module, plan: ModelPlan, *, group: SequenceGroup | dist.ProcessGroup
+    model: nn.Module,
+    plan: ModelPlan,
+    *,
+    group: SequenceGroup | dist.ProcessGroup | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> ParallelHandle:
     """Install ``plan`` on this rank's ``model``; no communication happens yet.
 
@@ -36,14 +42,40 @@ def parallelize(
         model: The rank's copy, with the same weights on every rank.
         plan: The plan of the model's class.
         group: The ranks that share one sequence, from ``build_mesh``; a plain process group stands for
-            Ulysses over all its ranks.
+            Ulysses over all its ranks. None if this rank computes the whole sequence.
+        tensor_group: The ranks that share the weights, or None if this rank keeps them whole. The model
+            must hold them whole; it gets its part of them, and the whole ones back by ``remove``.
 
     Returns:
         The handle to run and to remove it. Without it the model runs as before.
 
     Raises:
+        RequestError: If the model has fewer heads (or other units) than the tensor group has ranks.
         PlanError: If the plan does not fit the model, or the model is parallel already.
     """
+    tensor = None
+    refuse_tensor_parallel(model)
+    if tensor_group is not None:
+        degree, rank = dist.get_world_size(tensor_group), dist.get_rank(tensor_group)
+        tensor = TensorParallelHandle(TensorShards(model, plan, degree=degree, rank=rank), tensor_group)
+    handle = install_sequence(model, plan, group)
+    if tensor is not None:
+        tensor.install()
+        tensor.cut_weights()
+        handle.tensor = tensor
+    return handle
+
+
+def install_sequence(
+    model: nn.Module, plan: ModelPlan, group: SequenceGroup | dist.ProcessGroup | None
+) -> ParallelHandle:
+    """Do the part of ``parallelize`` that cuts sequences; ``group`` None leaves them whole.
+
+    Raises:
+        PlanError: If the plan does not fit the model, or the model is parallel already.
+    """
+    if group is None:
+        return ParallelHandle(plan, None)
     actions = check_plan(model, plan)
     for action in actions:
         if _HOOK in hook_names(action.module):
@@ -64,12 +96,13 @@ class ParallelHandle:
 
     Args:
         plan: Its plan.
-        group: The ranks that share one sequence.
+        group: The ranks that share one sequence, or None if each computes all of it.
     """
 
-    def __init__(self, plan: ModelPlan, group: SequenceGroup) -> None:
+    def __init__(self, plan: ModelPlan, group: SequenceGroup | None) -> None:
         self.plan = plan
         self.group = group
+        self.tensor: TensorParallelHandle | None = None
         self.modules: list[nn.Module] = []
         self._state: ForwardState | None = None
 
@@ -90,11 +123,13 @@ class ParallelHandle:
         """
         if self._state is not None:
             raise PlanError("a parallel model was called again before its forward returned")
-        state = ForwardState(self.group)
         called = forward.forward if isinstance(forward, nn.Module) else forward
         signature = inspect.signature(called)
         options = slot_of(signature, _OPTIONS).read(args, kwargs)
         _refuse_patches(options or {}, self.plan)
+        if self.group is None:
+            return forward(*args, **kwargs)
+        state = ForwardState(self.group)
         if self.plan.control is not None:
             slot = slot_of(signature, self.plan.control.argument)
             control = slot.read(args, kwargs)
@@ -146,6 +181,9 @@ class ParallelHandle:
         for module in self.modules:
             remove_hook(module, _HOOK)
         self.modules = []
+        if self.tensor is not None:
+            self.tensor.remove()
+        self.tensor = None
 
 
 def _refuse_patches(options: dict[str, Any], plan: ModelPlan) -> None:

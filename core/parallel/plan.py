@@ -14,11 +14,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from .tensor_plan import TensorPlan
+
 
 class ParallelMethod(enum.StrEnum):
     """A way of dividing the work that a plan can be proven for."""
 
     CFG = "cfg"
+    TENSOR = "tp"
     RING = "ring"
     ULYSSES = "ulysses"
 
@@ -231,6 +234,7 @@ class ModelPlan:
         control: How ControlNet residuals enter, or None if the class reads none.
         whole_sequence_patches: Names in ``transformer_options["patches"]`` that the class calls
             outside the region, on whole tensors. Any other patch is refused.
+        tensor: How its weights are cut over ranks, or None if they are not.
     """
 
     name: str
@@ -240,3 +244,4 @@ class ModelPlan:
     methods: frozenset[ParallelMethod]
     control: ControlResiduals | None = None
     whole_sequence_patches: frozenset[str] = frozenset()
+    tensor: TensorPlan | None = None

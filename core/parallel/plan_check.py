@@ -5,7 +5,6 @@ Works on meta tensors: only module names, signatures and attributes are read.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,9 @@ from torch import nn
 
 from ..errors import PlanError, RequestError
 from ..module_paths import find_modules, has_modules
-from .arguments import ArgumentSlot, find_slot, named_slots
-from .mesh import ParallelDims
+from .arguments import ArgumentSlot, find_slot, named_slots, signature_of
+from .conditions import applies
+from .mesh import ParallelDims, input_name
 from .plan import (
     AttentionRole,
     ExpandThenShard,
@@ -34,6 +34,7 @@ from .plan import (
     Truncate,
     roles_of,
 )
+from .tensor_shards import TensorShards
 
 
 @dataclass
@@ -76,7 +77,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> list[ModuleActions]:
         if rule.optional and not has_modules(model, rule.path):
             continue
         for path, module in find_modules(model, rule.path):
-            if _applies(rule, module, model):
+            if applies(rule, module, model):
                 _add_rule(found.setdefault(path, ModuleActions(path, module)), rule)
     for path, actions in found.items():
         _check_every_argument(plan, path, actions)
@@ -114,16 +115,24 @@ def validate_model(plan: ModelPlan, model: nn.Module, dims: ParallelDims) -> Non
         degree = dims.degrees[method]
         if degree > 1 and method not in plan.methods:
             raise RequestError(
-                f"{method}_degree={degree} was asked for {plan.name}",
+                f"{input_name(method)}={degree} was asked for {plan.name}",
                 limit=f"{plan.name} runs with {', '.join(sorted(plan.methods))} only",
-                way_out=f"Set {method}_degree to 1",
+                way_out=f"Set {input_name(method)} to 1",
             )
-    heads = head_count(plan, model)
-    if dims.ulysses > heads:
+    heads = fewest = head_count(plan, model)
+    if dims.tp > 1:
+        # Ulysses deals out what heads a rank has; the last has the fewest.
+        fewest = TensorShards(model, plan, degree=dims.tp, rank=dims.tp - 1).local_heads(heads)
+    _check_ulysses(plan, dims, heads, fewest)
+
+
+def _check_ulysses(plan: ModelPlan, dims: ParallelDims, heads: int, fewest: int) -> None:
+    if dims.ulysses > fewest:
+        per_rank = f", or {fewest} with {input_name('tp')}={dims.tp}" if dims.tp > 1 else ""
         raise RequestError(
             f"ulysses_degree={dims.ulysses} was asked for {plan.name}",
-            limit=f"Ulysses gives each rank whole attention heads, and this model has {heads}",
-            way_out=f"Set ulysses_degree to a number from 1 to {heads}",
+            limit=f"Ulysses gives each rank whole attention heads, and this model has {heads}{per_rank}",
+            way_out=f"Set ulysses_degree to a number from 1 to {fewest}",
         )
 
 
@@ -159,20 +168,8 @@ def _streams_of(action: InputAction) -> tuple[str, ...]:
     return (action.stream,) if isinstance(action, Split | ExpandThenShard | LocalIndex | LocalRanges) else ()
 
 
-def _applies(rule: ModuleRule, module: nn.Module, model: nn.Module) -> bool:
-    having = not rule.having or _has(rule.having, module, model)
-    return having and not (rule.lacking and _has(rule.lacking, module, model))
-
-
-def _has(path: str, module: nn.Module, model: nn.Module) -> bool:
-    value: Any = model if path.startswith("/") else module
-    for name in path.removeprefix("/").split("."):
-        value = getattr(value, name, None)
-    return value is not None and value is not False
-
-
 def _add_rule(actions: ModuleActions, rule: ModuleRule) -> None:
-    signature = _signature(actions.module)
+    signature = signature_of(actions.module)
     slots = named_slots(signature)
     for action in rule.inputs:
         slot = find_slot(signature, action.argument)
@@ -192,15 +189,10 @@ def _check_every_argument(plan: ModelPlan, path: str, actions: ModuleActions) ->
         return
     named = {action.argument for action, _ in actions.inputs}
     # What comes by *args and **kwargs is seen in the call only (``check_call``).
-    missing = [name for name in named_slots(_signature(actions.module)) if name not in named]
+    missing = [name for name in named_slots(signature_of(actions.module)) if name not in named]
     if missing:
         raise PlanError(
             f"the plan {plan.name!r} does not say what happens to {missing} of {path} "
             f"({type(actions.module).__name__}.forward). A tensor over tokens left whole there would give "
             "wrong results without an error, so this version of the model is refused. Add them to the plan."
         )
-
-
-def _signature(module: nn.Module) -> inspect.Signature:
-    signature = inspect.signature(type(module).forward)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -21,6 +21,63 @@ from ..parallel.plan import (
     Shard,
     Split,
 )
+from ..parallel.tensor_plan import (
+    ColumnParallel,
+    GatheredColumn,
+    LocalAttribute,
+    RowParallel,
+    TensorPlan,
+    TensorRule,
+    Unit,
+)
+
+_QKV = ("heads", "heads", "heads")
+_GATED = "/double_blocks.0.img_mlp.1.gate_fn"
+_SINGLE_ACTIVATION = "/single_blocks.0.mlp_act"
+
+
+def _stream_rules(stream: str) -> tuple[TensorRule, ...]:
+    """Return the rules for one stream of the double blocks; feed-forwards come plain, gated or as three."""
+    block = f"double_blocks.*.{stream}"
+    return (
+        ColumnParallel(f"{block}_attn.qkv", parts=_QKV),
+        RowParallel(f"{block}_attn.proj", parts=("heads",)),
+        ColumnParallel(f"{block}_mlp.0", parts=("mlp",), lacking=_GATED, optional=True),
+        ColumnParallel(f"{block}_mlp.0", parts=("mlp", "mlp"), having=_GATED, optional=True),
+        RowParallel(f"{block}_mlp.2", parts=("mlp",), optional=True),
+        ColumnParallel(f"{block}_mlp.gate_proj", parts=("mlp",), optional=True),
+        ColumnParallel(f"{block}_mlp.up_proj", parts=("mlp",), optional=True),
+        RowParallel(f"{block}_mlp.down_proj", parts=("mlp",), optional=True),
+        GatheredColumn(f"{block}_mod.lin", optional=True),
+    )
+
+
+# HunyuanVideo has the same blocks.
+BLOCK_TENSOR_RULES = (
+    *_stream_rules("img"),
+    *_stream_rules("txt"),
+    LocalAttribute("double_blocks.*", name="num_heads", unit="heads"),
+    # The activation tells the feed-forward: GELU is plain, the others are gated and twice as wide.
+    ColumnParallel(
+        "single_blocks.*.linear1",
+        parts=(*_QKV, "mlp"),
+        having=f"{_SINGLE_ACTIVATION}.approximate",
+        optional=True,
+    ),
+    ColumnParallel(
+        "single_blocks.*.linear1",
+        parts=(*_QKV, "mlp", "mlp"),
+        lacking=f"{_SINGLE_ACTIVATION}.approximate",
+        optional=True,
+    ),
+    RowParallel("single_blocks.*.linear2", parts=("heads", "mlp"), optional=True),
+    GatheredColumn("single_blocks.*.modulation.lin", optional=True),
+    LocalAttribute("single_blocks.*", name="num_heads", unit="heads", optional=True),
+    # Read only where the output of linear1 is cut in two.
+    LocalAttribute("single_blocks.*", name="hidden_size", unit="heads", optional=True),
+    LocalAttribute("single_blocks.*", name="mlp_hidden_dim_first", unit="mlp", optional=True),
+    GatheredColumn("final_layer.adaLN_modulation.1"),
+)
 
 _JOINT = ("txt", "img")
 # Modulation is a vector for each sample, and the mask [L, L] is indexed by the attention.
@@ -65,4 +122,17 @@ PLAN = ModelPlan(
     methods=frozenset(ParallelMethod),
     control=ControlResiduals("control", keys=("input", "output"), stream="img"),
     whole_sequence_patches=frozenset({"post_input"}),
+    tensor=TensorPlan(
+        units=(
+            Unit("heads", channels="hidden_size", count="num_heads"),
+            Unit("mlp", channels="single_blocks.0.mlp_hidden_dim"),
+        ),
+        rules=(
+            *BLOCK_TENSOR_RULES,
+            # FLUX.2 has one modulation for all blocks.
+            GatheredColumn("double_stream_modulation_img.lin", optional=True),
+            GatheredColumn("double_stream_modulation_txt.lin", optional=True),
+            GatheredColumn("single_stream_modulation.lin", optional=True),
+        ),
+    ),
 )

@@ -26,6 +26,8 @@ from ..parallel.plan import (
     Split,
     Truncate,
 )
+from ..parallel.tensor_plan import TensorPlan, Unit
+from .flux import BLOCK_TENSOR_RULES
 
 _TEXT_FIRST, _IMAGE_FIRST = ("txt", "img"), ("img", "txt")
 # Of the whole model ("/"), since single blocks do not have it.
@@ -94,4 +96,11 @@ PLAN = ModelPlan(
     ),
     methods=frozenset(ParallelMethod),
     control=ControlResiduals("control", keys=("input", "output"), stream="img", whole=True),
+    tensor=TensorPlan(
+        units=(
+            Unit("heads", channels="hidden_size", count="num_heads"),
+            Unit("mlp", channels="double_blocks.0.img_mlp.2.in_features"),
+        ),
+        rules=BLOCK_TENSOR_RULES,
+    ),
 )

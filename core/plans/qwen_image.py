@@ -20,6 +20,29 @@ from ..parallel.plan import (
     Shard,
     Split,
 )
+from ..parallel.tensor_plan import (
+    ColumnParallel,
+    GatheredColumn,
+    LocalAttribute,
+    RowParallel,
+    TensorPlan,
+    TensorRule,
+    Unit,
+)
+
+_PROJECTIONS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+_FIRST_ATTENTION = "transformer_blocks.0.attn"
+_ATTENTION = "transformer_blocks.*.attn"
+
+
+def _stream_rules(stream: str) -> tuple[TensorRule, ...]:
+    return (
+        ColumnParallel(f"transformer_blocks.*.{stream}_mlp.net.0.proj", parts=("mlp",)),
+        RowParallel(f"transformer_blocks.*.{stream}_mlp.net.2", parts=("mlp",)),
+        # A third of all bytes.
+        GatheredColumn(f"transformer_blocks.*.{stream}_mod.1"),
+    )
+
 
 PLAN = ModelPlan(
     name="Qwen-Image",
@@ -52,4 +75,21 @@ PLAN = ModelPlan(
     methods=frozenset(ParallelMethod),
     control=ControlResiduals("control", keys=("input",), stream="img"),
     whole_sequence_patches=frozenset({"post_input"}),
+    tensor=TensorPlan(
+        units=(
+            Unit("heads", channels=f"{_FIRST_ATTENTION}.inner_dim", count=f"{_FIRST_ATTENTION}.heads"),
+            Unit("mlp", channels="transformer_blocks.0.img_mlp.net.2.in_features"),
+        ),
+        rules=(
+            *(ColumnParallel(f"{_ATTENTION}.{name}", parts=("heads",)) for name in _PROJECTIONS),
+            RowParallel(f"{_ATTENTION}.to_out.0", parts=("heads",)),
+            RowParallel(f"{_ATTENTION}.to_add_out", parts=("heads",)),
+            LocalAttribute(_ATTENTION, name="heads", unit="heads"),
+            *_stream_rules("img"),
+            *_stream_rules("txt"),
+            GatheredColumn("time_text_embed.timestep_embedder.linear_1"),
+            GatheredColumn("time_text_embed.timestep_embedder.linear_2"),
+            GatheredColumn("norm_out.linear"),
+        ),
+    ),
 )

@@ -18,9 +18,39 @@ from ..parallel.plan import (
     SelfAttention,
     Split,
 )
+from ..parallel.tensor_plan import (
+    ColumnParallel,
+    GatheredColumn,
+    LocalAttribute,
+    RowParallel,
+    TensorPlan,
+    TensorRule,
+    Unit,
+)
 
 _TEXT, _IMAGE = "args[0]", "args[1]"
 _JOINT = SelfAttention(("txt", "img"))
+
+_FIRST_BLOCK = "joint_blocks.0.x_block"
+_FIRST_ATTENTION = f"{_FIRST_BLOCK}.attn"
+
+
+def _attention_rules(path: str, *, optional: bool = False) -> tuple[TensorRule, ...]:
+    return (
+        ColumnParallel(f"{path}.qkv", parts=("heads",) * 3, optional=optional),
+        RowParallel(f"{path}.proj", parts=("heads",), optional=optional),
+        LocalAttribute(path, name="num_heads", unit="heads", optional=optional),
+    )
+
+
+def _stream_rules(block: str) -> tuple[TensorRule, ...]:
+    return (
+        *_attention_rules(f"joint_blocks.*.{block}.attn"),
+        ColumnParallel(f"joint_blocks.*.{block}.mlp.fc1", parts=("mlp",)),
+        RowParallel(f"joint_blocks.*.{block}.mlp.fc2", parts=("mlp",)),
+        GatheredColumn(f"joint_blocks.*.{block}.adaLN_modulation.1"),
+    )
+
 
 PLAN = ModelPlan(
     name="Stable Diffusion 3",
@@ -49,4 +79,20 @@ PLAN = ModelPlan(
     ),
     methods=frozenset(ParallelMethod),
     control=ControlResiduals("control", keys=("output",), stream="img", whole=True),
+    tensor=TensorPlan(
+        units=(
+            Unit(
+                "heads",
+                channels=f"{_FIRST_BLOCK}.attn.qkv.in_features",
+                count=f"{_FIRST_BLOCK}.attn.num_heads",
+            ),
+            Unit("mlp", channels=f"{_FIRST_BLOCK}.mlp.fc2.in_features"),
+        ),
+        rules=(
+            *_stream_rules("context_block"),
+            *_stream_rules("x_block"),
+            *_attention_rules("joint_blocks.*.x_block.attn2", optional=True),
+            GatheredColumn("final_layer.adaLN_modulation.1"),
+        ),
+    ),
 )

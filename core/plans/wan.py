@@ -20,9 +20,31 @@ from ..parallel.plan import (
     Shard,
     Split,
 )
+from ..parallel.tensor_plan import (
+    ColumnParallel,
+    GatheredColumn,
+    LocalAttribute,
+    NormAcrossRanks,
+    RowParallel,
+    TensorPlan,
+    TensorRule,
+    Unit,
+)
 
 # One row for a clip, or one for each frame when frames have timesteps of their own (TI2V).
+_NORMS = ("norm_q", "norm_k")
 _MODULATION = ExpandThenShard("e", "img")
+
+
+def _attention_rules(path: str) -> tuple[TensorRule, ...]:
+    """Return the rules for one attention; query and key are normalized over all heads together."""
+    return (
+        *(ColumnParallel(f"{path}.{name}", parts=("heads",)) for name in ("q", "k", "v")),
+        RowParallel(f"{path}.o", parts=("heads",)),
+        *(NormAcrossRanks(f"{path}.{name}", having="weight", parts=("heads",)) for name in _NORMS),
+        LocalAttribute(path, name="num_heads", unit="heads"),
+    )
+
 
 PLAN = ModelPlan(
     name="Wan",
@@ -51,4 +73,24 @@ PLAN = ModelPlan(
         ),
     ),
     methods=frozenset(ParallelMethod),
+    tensor=TensorPlan(
+        units=(
+            Unit("heads", channels="dim", count="num_heads"),
+            Unit("mlp", channels="blocks.0.ffn.2.in_features"),
+        ),
+        rules=(
+            *_attention_rules("blocks.*.self_attn"),
+            *_attention_rules("blocks.*.cross_attn"),
+            # Of Wan 2.1 image-to-video.
+            ColumnParallel("blocks.*.cross_attn.k_img", parts=("heads",), optional=True),
+            ColumnParallel("blocks.*.cross_attn.v_img", parts=("heads",), optional=True),
+            NormAcrossRanks(
+                "blocks.*.cross_attn.norm_k_img", having="weight", parts=("heads",), optional=True
+            ),
+            ColumnParallel("blocks.*.ffn.0", parts=("mlp",)),
+            RowParallel("blocks.*.ffn.2", parts=("mlp",)),
+            # Modulation in the blocks is a table of numbers, which stays whole.
+            GatheredColumn("time_projection.1"),
+        ),
+    ),
 )

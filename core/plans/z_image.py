@@ -21,6 +21,15 @@ from ..parallel.plan import (
     Shard,
     Split,
 )
+from ..parallel.tensor_plan import (
+    ColumnParallel,
+    GatheredColumn,
+    LocalAttribute,
+    RowParallel,
+    TensorPlan,
+    TensorRule,
+    Unit,
+)
 
 
 def _block_inputs(stream: str) -> tuple[InputAction, ...]:
@@ -33,6 +42,25 @@ def _block_inputs(stream: str) -> tuple[InputAction, ...]:
         Absent("x_mask"),
         Replicated("adaln_input"),
         Replicated("transformer_options"),
+    )
+
+
+_ATTENTION = "layers.0.attention"
+_KEY_HEADS, _QUERY_HEADS = "key-value heads", "query heads"
+
+
+def _tensor_rules(blocks: str, *, optional: bool = False) -> tuple[TensorRule, ...]:
+    attention, feed_forward = f"{blocks}.attention", f"{blocks}.feed_forward"
+    return (
+        ColumnParallel(f"{attention}.qkv", parts=(_QUERY_HEADS, _KEY_HEADS, _KEY_HEADS), optional=optional),
+        RowParallel(f"{attention}.out", parts=(_QUERY_HEADS,), optional=optional),
+        LocalAttribute(attention, name="n_local_heads", unit=_QUERY_HEADS, optional=optional),
+        LocalAttribute(attention, name="n_local_kv_heads", unit=_KEY_HEADS, optional=optional),
+        ColumnParallel(f"{feed_forward}.w1", parts=("mlp",), optional=optional),
+        ColumnParallel(f"{feed_forward}.w3", parts=("mlp",), optional=optional),
+        RowParallel(f"{feed_forward}.w2", parts=("mlp",), optional=optional),
+        # Text and reference refiners are not modulated.
+        GatheredColumn(f"{blocks}.adaLN_modulation.-1", optional=True),
     )
 
 
@@ -58,4 +86,27 @@ PLAN = ModelPlan(
         ),
     ),
     methods=frozenset(ParallelMethod),
+    tensor=TensorPlan(
+        units=(
+            # Lumina 2 shares each key and value among three heads, which stay on its rank.
+            Unit(
+                _KEY_HEADS,
+                channels=(f"{_ATTENTION}.n_kv_heads", f"{_ATTENTION}.head_dim"),
+                count=f"{_ATTENTION}.n_kv_heads",
+            ),
+            Unit(
+                _QUERY_HEADS,
+                channels=f"{_ATTENTION}.out.in_features",
+                count=f"{_ATTENTION}.n_kv_heads",
+            ),
+            Unit("mlp", channels="layers.0.feed_forward.w2.in_features"),
+        ),
+        rules=(
+            *_tensor_rules("layers.*"),
+            *_tensor_rules("noise_refiner.*"),
+            *_tensor_rules("context_refiner.*"),
+            *_tensor_rules("siglip_refiner.*", optional=True),
+            GatheredColumn("final_layer.adaLN_modulation.1"),
+        ),
+    ),
 )

@@ -21,8 +21,12 @@ def test_world_size_is_the_product_of_all_degrees() -> None:
         (ParallelDims(ulysses=0), 2, ["ulysses_degree=0", "from 1 to 2"]),
         (ParallelDims(cfg=-3), 2, ["cfg_degree=-3"]),
         (ParallelDims(ring=0), 2, ["ring_degree=0", "from 1 to 2"]),
-        (ParallelDims(tp=2), 2, ["tp_degree=2", "cfg, ring, ulysses"]),
-        (ParallelDims(cfg=2, ulysses=2), 3, ["3 GPUs", "cfg 2 x ring 1 x ulysses 2 = 4", "Set gpus to 4"]),
+        (ParallelDims(tp=0), 2, ["tensor_parallel_degree=0", "from 1 to 2"]),
+        (
+            ParallelDims(cfg=2, ulysses=2),
+            3,
+            ["3 GPUs", "cfg 2 x tp 1 x ring 1 x ulysses 2 = 4", "Set gpus to 4"],
+        ),
         (ParallelDims(), 2, ["2 GPUs", "= 1"]),
     ],
 )

@@ -1,0 +1,36 @@
+"""Whether a rule of a plan applies to a module: a plan covers versions and sizes of a class by conditions."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Conditional(Protocol):
+    """A rule with conditions.
+
+    Attributes:
+        having: Attribute that must be there and true: a dotted path from the module, or with a leading
+            ``/`` from the model; empty for none.
+        lacking: Attribute that must be missing or false.
+    """
+
+    @property
+    def having(self) -> str: ...  # noqa: D102 - described above
+
+    @property
+    def lacking(self) -> str: ...  # noqa: D102
+
+
+def applies(rule: Conditional, module: nn.Module, model: nn.Module) -> bool:
+    """Return whether the conditions of a rule let it apply to a module of the model."""
+    having = not rule.having or _has(rule.having, module, model)
+    return having and not (rule.lacking and _has(rule.lacking, module, model))
+
+
+def _has(path: str, module: nn.Module, model: nn.Module) -> bool:
+    value: Any = model if path.startswith("/") else module
+    for name in path.removeprefix("/").split("."):
+        value = getattr(value, name, None)
+    return value is not None and value is not False

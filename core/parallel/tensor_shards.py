@@ -1,0 +1,236 @@
+"""Work a tensor plan out for one model: which part of every parameter each rank holds.
+
+Only names, shapes and attributes are read, so the model may be on the meta device, and the result can
+cut a checkpoint before anything reaches a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError
+from ..module_paths import find_modules, has_modules
+from .conditions import applies
+from .plan import ModelPlan
+from .tensor_plan import (
+    ColumnParallel,
+    EmbeddingColumn,
+    GatheredColumn,
+    LocalArgument,
+    LocalAttribute,
+    NormAcrossRanks,
+    RowParallel,
+    TensorRule,
+)
+from .tensor_units import UnitShares, check_tensor_degree, runs, unit_shares
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """The part of one parameter that a rank holds.
+
+    Args:
+        dim: Dim that is cut.
+        size: Its whole length.
+        ranges: First and one past last row of each run that the rank holds, in order; none at all if it
+            does not hold the parameter (a bias that another rank adds).
+    """
+
+    dim: int
+    size: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def local_size(self) -> int:
+        """Rows of this rank."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of the whole parameter; a view where it is one run, else a copy.
+
+        Raises:
+            PlanError: If the tensor is not the whole parameter.
+        """
+        if tensor.shape[self.dim] != self.size:
+            raise PlanError(
+                f"a weight of {tuple(tensor.shape)} should have {self.size} rows in dim {self.dim}"
+            )
+        if not self.ranges:
+            return None
+        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+
+@dataclass
+class ShardedModule:
+    """All that a tensor plan does at one module.
+
+    Args:
+        path: Full path, for messages.
+        module: The module.
+        rule: The rule that cuts its weights, or None.
+        attributes: New values of its attributes on this rank.
+        arguments: Arguments that are cut, with first and one past last unit.
+    """
+
+    path: str
+    module: nn.Module
+    rule: TensorRule | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+    arguments: list[tuple[LocalArgument, UnitShares]] = field(default_factory=list)
+
+
+class TensorShards:
+    """One rank's part of a model's weights, by the model's plan.
+
+    Args:
+        model: The whole model, possibly on the meta device; it is not changed.
+        plan: The plan of its class.
+        degree: Ranks that share the weights.
+        rank: This rank among them.
+
+    Raises:
+        RequestError: If the plan has no tensor parallelism, or there are fewer units than ranks.
+        PlanError: If the plan does not fit the model.
+    """
+
+    def __init__(self, model: nn.Module, plan: ModelPlan, *, degree: int, rank: int) -> None:
+        check_tensor_degree(model, plan, degree)
+        assert plan.tensor is not None
+        self.plan = plan.tensor
+        self.degree = degree
+        self.rank = rank
+        self.units = unit_shares(model, plan.tensor, degree)
+        self.parts: dict[str, TensorPart] = {}
+        self.modules: dict[str, ShardedModule] = {}
+        for rule in plan.tensor.rules:
+            if rule.optional and not has_modules(model, rule.path):
+                continue
+            for path, module in find_modules(model, rule.path):
+                if applies(rule, module, model):
+                    self._add(rule, self.modules.setdefault(path, ShardedModule(path, module)))
+
+    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of a parameter or buffer, given whole; None if it holds none of it.
+
+        Args:
+            name: Full name in the model.
+            tensor: The whole tensor, on any device.
+
+        Returns:
+            The tensor itself if every rank holds it whole, a view of it, or a copy.
+
+        Raises:
+            PlanError: If its shape is not that of the model.
+        """
+        part = self.parts.get(name)
+        if part is None:
+            return tensor
+        try:
+            return part.take(tensor)
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from None
+
+    def local_heads(self, num_heads: int) -> int:
+        """Return how many of the model's attention heads this rank has (the plan's first counted unit)."""
+        counted = next(unit for unit in self.plan.units if unit.count is not None and unit.name in self.units)
+        return self.units[counted.name].share(num_heads, self.rank)
+
+    def _add(self, rule: TensorRule, entry: ShardedModule) -> None:
+        if isinstance(rule, LocalAttribute):
+            value = getattr(entry.module, rule.name, None)
+            if not isinstance(value, int):
+                raise PlanError(f"{entry.path}.{rule.name} is {value!r}, which is no count of {rule.unit}")
+            entry.attributes[rule.name] = self.units[rule.unit].share(value, self.rank)
+            return
+        if isinstance(rule, LocalArgument):
+            entry.arguments.append((rule, self.units[rule.unit]))
+            return
+        if entry.rule is not None:
+            raise PlanError(f"the plan cuts the weights of {entry.path} twice")
+        entry.rule = rule
+        _check_parameters(entry)
+        if isinstance(rule, GatheredColumn):
+            self._cut(entry, rule, runs(_weight(entry).shape[0], self.degree))
+        else:
+            assert isinstance(rule, ColumnParallel | RowParallel | EmbeddingColumn | NormAcrossRanks)
+            self._cut(entry, rule, *(self.units[name] for name in rule.parts))
+
+    def _cut(self, entry: ShardedModule, rule: TensorRule, *shares: UnitShares) -> None:
+        """Note the part of every parameter of a module, and the sizes that it has as attributes."""
+        weight_dim = 1 if isinstance(rule, RowParallel | EmbeddingColumn) else 0
+        size = _weight(entry).shape[weight_dim]
+        expected = sum(share.total_channels for share in shares)
+        if size != expected:
+            raise PlanError(
+                f"{entry.path} has {size} channels, but its parts in the plan have {expected} together"
+            )
+        weight_part = TensorPart(weight_dim, size, _joined_ranges(shares, self.rank))
+        self.parts[f"{entry.path}.weight"] = weight_part
+        if getattr(entry.module, "bias", None) is not None:
+            if not isinstance(rule, RowParallel):
+                self.parts[f"{entry.path}.bias"] = TensorPart(0, size, weight_part.ranges)
+            elif self.rank > 0:
+                self.parts[f"{entry.path}.bias"] = TensorPart(0, _weight(entry).shape[0], ())
+        sizes = _size_attributes(rule, weight_part.local_size)
+        entry.attributes |= {name: size for name, size in sizes.items() if hasattr(entry.module, name)}
+
+
+def largest_rank_bytes(model: nn.Module, plan: ModelPlan, degree: int) -> int:
+    """Return the bytes of weights that the fullest of ``degree`` ranks holds."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    if degree == 1:
+        return sum(tensor.nbytes for tensor in tensors.values())
+    by_rank = [TensorShards(model, plan, degree=degree, rank=rank) for rank in range(degree)]
+    return max(
+        sum(_local_bytes(shards, name, tensor) for name, tensor in tensors.items()) for shards in by_rank
+    )
+
+
+def _local_bytes(shards: TensorShards, name: str, tensor: torch.Tensor) -> int:
+    part = shards.parts.get(name)
+    return tensor.nbytes if part is None else tensor.nbytes // max(1, part.size) * part.local_size
+
+
+def _joined_ranges(shares: Sequence[UnitShares], rank: int) -> tuple[tuple[int, int], ...]:
+    ranges: list[tuple[int, int]] = []
+    offsets = accumulate((share.total_channels for share in shares), initial=0)
+    for share, offset in zip(shares, offsets, strict=False):
+        start, stop = (offset + channel for channel in share.channels(rank))
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, stop))
+    return tuple(ranges)
+
+
+def _weight(entry: ShardedModule) -> torch.Tensor:
+    weight = getattr(entry.module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise PlanError(f"{entry.path} ({type(entry.module).__name__}) has no weight to cut")
+    return weight
+
+
+def _check_parameters(entry: ShardedModule) -> None:
+    """Check that the module holds a weight and a bias only: a scale would have to be cut as well."""
+    held = {name for name, _ in entry.module.named_parameters()} | {
+        name for name, _ in entry.module.named_buffers()
+    }
+    unknown = sorted(held - {"weight", "bias"})
+    if unknown:
+        raise PlanError(f"{entry.path} holds {unknown} besides its weight, which no rule cuts")
+
+
+def _size_attributes(rule: TensorRule, size: int) -> dict[str, Any]:
+    if isinstance(rule, RowParallel):
+        return {"in_features": size}
+    if isinstance(rule, EmbeddingColumn):
+        return {"embedding_dim": size}
+    if isinstance(rule, NormAcrossRanks):
+        return {"normalized_shape": (size,)}
+    return {"out_features": size}

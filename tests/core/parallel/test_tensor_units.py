@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from comfyui_ferry.core.errors import PlanError, RequestError
+from comfyui_ferry.core.parallel.tensor_plan import TensorPlan, Unit
+from comfyui_ferry.core.parallel.tensor_units import UnitShares, check_tensor_degree, runs, unit_shares
+from ferry_support.toy_model import PLAN, build_toy
+
+HEADS = Unit("heads", channels="out.in_features", count="heads")
+
+
+def test_heads_that_do_not_divide_go_to_the_first_ranks() -> None:
+    shares = unit_shares(build_toy(), TensorPlan((HEADS,), ()), 2)["heads"]
+    assert (shares.width, shares.counts) == (4, (2, 1))
+    assert [shares.channels(rank) for rank in range(2)] == [(0, 8), (8, 12)]
+    assert (shares.share(3, 0), shares.share(24, 1)) == (2, 8)
+    with pytest.raises(PlanError, match="cannot be shared"):
+        shares.share(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("channels", "degree", "expected"),
+    [
+        (12288, 4, UnitShares(64, (48, 48, 48, 48))),
+        (10240, 3, UnitShares(64, (54, 53, 53))),
+        (192, 2, UnitShares(32, (3, 3))),  # equal shares before long runs
+        (30, 4, UnitShares(2, (4, 4, 4, 3))),
+        (2, 3, UnitShares(1, (1, 1, 0))),
+    ],
+)
+def test_feed_forward_channels_are_dealt_out_in_runs(
+    channels: int, degree: int, expected: UnitShares
+) -> None:
+    assert runs(channels, degree) == expected
+
+
+def test_fewer_heads_than_ranks_are_refused_with_the_numbers() -> None:
+    plan = replace(PLAN, tensor=TensorPlan((HEADS,), ()))
+    check_tensor_degree(build_toy(), plan, 3)
+    with pytest.raises(RequestError, match=r"tensor_parallel_degree=4 .* whole heads.* 3\..* 1 to 3"):
+        check_tensor_degree(build_toy(), plan, 4)
+
+
+def test_a_plan_without_tensor_parallelism_is_refused() -> None:
+    with pytest.raises(RequestError, match="tensor_parallel_degree=2 was asked for Toy"):
+        check_tensor_degree(build_toy(), PLAN, 2)
+
+
+@pytest.mark.parametrize(
+    ("unit", "message"),
+    [
+        (Unit("heads", channels="out.missing", count="heads"), "out.missing"),
+        (Unit("heads", channels="out.in_features", count="missing"), "'missing' is no number of heads"),
+        (Unit("heads", channels=("out.in_features", "out.out_features"), count="out.in_features"), ""),
+        (Unit("heads", channels="out.out_features", count="heads"), "2 channels are not 3 whole heads"),
+    ],
+)
+def test_a_unit_that_does_not_fit_the_model(unit: Unit, message: str) -> None:
+    if not message:  # channels of several attributes are multiplied
+        assert unit_shares(build_toy(), TensorPlan((unit,), ()), 2)["heads"].width == 2
+        return
+    with pytest.raises(PlanError, match=message):
+        unit_shares(build_toy(), TensorPlan((unit,), ()), 2)
