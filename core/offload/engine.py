@@ -197,11 +197,14 @@ class Engine:
         scope = self._tasks.pop(task_id, None)
         if scope is not None:
             self._close(scope)
-        # A backward inside another one (reentrant checkpointing) leaves what the outer one looks ahead to.
+        # A backward inside another one (reentrant checkpointing) leaves what the outer one looks ahead to,
+        # and does not wait for gradients that the outer one still has time for.
         if not self._tasks:
             self.look_ahead.end_backward()
             self.residency.drop_cached()
-        self.gradients.finish()
+        thread = threading.get_ident()
+        if all(other.thread_id != thread for other in self._tasks.values()):
+            self.gradients.finish()
 
     def end_all_tasks(self) -> None:
         """Close whatever a backward may have left open."""

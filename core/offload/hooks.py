@@ -18,6 +18,7 @@ There are no full backward hooks: they turn inputs into views, which in-place bl
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class Scope:
     def __init__(self) -> None:
         self.buckets: dict[int, Bucket] = {}
         self.has_pushed_hooks = False
+        self.thread_id = threading.get_ident()
 
 
 class UnitHook(ModuleHook):

@@ -17,7 +17,7 @@ from .config import OffloadConfig
 from .gradients import HostGradients
 from .hooks import Unit
 from .module_dicts import ManagedDict
-from .pinned_arena import PinnedArena
+from .pinned_arena import HostRegion, PinnedArena
 from .residents import ResidentSet
 from .segments import extent_bytes, group_overlapping, raw_bytes
 from .tensors import ManagedTensor, PlainTensor, SubstitutedTensor
@@ -196,10 +196,17 @@ class Store:
         sizes = [tensor.tensor.numel() * tensor.tensor.dtype.itemsize for tensor in trainable]
         if not trainable:
             return
+        self._gradients.new_region = self._new_region
         arena = self._new_arena(sizes)
         for tensor, size in zip(trainable, sizes, strict=True):
             self._gradients.watch(tensor, arena.allocate(size))
         arena.seal()
+
+    def _new_region(self, nbytes: int) -> HostRegion:
+        arena = self._new_arena([nbytes])
+        region = arena.allocate(nbytes)
+        arena.seal()
+        return region
 
     def _new_arena(self, sizes: list[int]) -> PinnedArena:
         arena = PinnedArena(sizes, pin=self._config.target_device.type == "cuda")

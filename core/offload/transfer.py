@@ -20,6 +20,13 @@ class Lease:
     """The stream bookkeeping of one slot; on the CPU there is nothing to keep."""
 
 
+class Arrival:
+    """Says when bytes that were sent to the host can be read there; on the CPU at once."""
+
+    def wait(self) -> None:
+        """Return once they are there."""
+
+
 class Transfer:
     """Synchronous copies, for the target ``cpu``."""
 
@@ -61,16 +68,29 @@ class Transfer:
         self.moved_to_target_bytes += source.numel()
         destination.copy_(source)
 
-    def send_gradient(self, gradient: torch.Tensor, host: torch.Tensor) -> None:
-        """Begin copying a gradient to the host; ``finish_gradients`` makes it readable."""
+    def send_gradient(self, gradient: torch.Tensor, host: torch.Tensor) -> Arrival:
+        """Begin copying a gradient to the host; the arrival, or ``finish_gradients``, makes it readable."""
         self.moved_to_host_bytes += gradient.numel() * gradient.dtype.itemsize
-        host.copy_(gradient)
+        with torch.no_grad():
+            host.copy_(gradient)
+        return Arrival()
 
     def finish_gradients(self) -> None:
         """Wait until every gradient that was sent is on the host."""
 
     def synchronize(self) -> None:
         """Wait for every copy, before host memory is unpinned."""
+
+
+class _CudaArrival(Arrival):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # Blocking: a spinning wait would take a core from the optimizer.
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record(stream)
+
+    @override
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class _CudaLease(Lease):
@@ -134,12 +154,13 @@ class CudaTransfer(Transfer):
         destination.copy_(source)  # blocking: the host reads masters without asking
 
     @override
-    def send_gradient(self, gradient: torch.Tensor, host: torch.Tensor) -> None:
+    def send_gradient(self, gradient: torch.Tensor, host: torch.Tensor) -> Arrival:
         self.moved_to_host_bytes += gradient.numel() * gradient.dtype.itemsize
         self.gradient_stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.gradient_stream):
+        with torch.no_grad(), torch.cuda.stream(self.gradient_stream):
             host.copy_(gradient, non_blocking=True)
         gradient.record_stream(self.gradient_stream)
+        return _CudaArrival(self.gradient_stream)
 
     @override
     def finish_gradients(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from comfyui_ferry.core.offload import OffloadTrainingManager
@@ -130,3 +133,50 @@ def test_clipping_and_a_cpu_optimizer_between(fused):
     assert_close(model.norm, plain.norm)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(mine.detach(), other.detach())
+
+
+def test_micro_batches_pass_through_a_bounded_ring():
+    """However many there are, the sum stays where the first landed and no host memory is added."""
+    model = build("residual")
+    manager = OffloadTrainingManager(model, "cpu", True)
+    host_bytes, addresses = [], set()
+    for step in range(6):
+        model(inputs(step)).square().mean().backward()
+        addresses.add(tuple(p.grad.data_ptr() for p in model.parameters()))
+        host_bytes.append(manager.stats().host_bytes)
+    assert len(addresses) == 1
+    assert host_bytes[1] == host_bytes[-1] < 3 * host_bytes[0]
+
+
+def test_late_arrivals_change_nothing(monkeypatch):
+    """What the worker adds must have arrived: each copy is made only when its arrival is waited for."""
+    from comfyui_ferry.core.offload.transfer import Arrival, Transfer
+
+    class Late(Arrival):
+        def __init__(self, gradient, host):
+            self.gradient, self.host = gradient.clone(), host
+            host.fill_(float("nan"))
+
+        def wait(self):
+            with lock:
+                if self.gradient is not None:
+                    time.sleep(0.002)
+                    self.host.copy_(self.gradient)
+                    self.gradient = None
+
+    sent, lock = [], threading.Lock()
+
+    def send(self, gradient, host):
+        sent.append(Late(gradient, host))
+        return sent[-1]
+
+    monkeypatch.setattr(Transfer, "send_gradient", send)
+    monkeypatch.setattr(Transfer, "finish_gradients", lambda self: [late.wait() for late in sent])
+    plain, model = build("residual"), build("residual")
+    OffloadTrainingManager(model, "cpu", True)
+    for m in (plain, model):
+        for step in range(3):
+            sent.clear()
+            m(inputs(step)).square().mean().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(mine.grad, other.grad)
