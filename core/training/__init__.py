@@ -4,17 +4,21 @@ from .block_checkpointing import BlockCheckpointing
 from .checkpoint import read_lora, save_verified
 from .config import LoraConfig, OffloadSettings, TrainingConfig
 from .data import Batch, Sample, SampleOrder, SampleSource, draw_batches, pair_samples
+from .fingerprint import fingerprint, fingerprint_model
 from .lora import LoraAdapter, LoraAdapters
 from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
 from .optimizer import OPTIMIZERS
 from .out_of_place import OutOfPlace
+from .schedule import SCHEDULES, learning_rate_factor
 from .self_check import check_same_output
+from .state_file import TrainingState, check_identity, read_state, save_state
 from .targets import Block, Target, find_blocks, is_linear, select_targets
-from .trainer import Callbacks, train
+from .trainer import Callbacks, Training, train
 
 __all__ = [
     "LOSSES",
     "OPTIMIZERS",
+    "SCHEDULES",
     "Batch",
     "Block",
     "BlockCheckpointing",
@@ -30,14 +34,22 @@ __all__ = [
     "SampleOrder",
     "SampleSource",
     "Target",
+    "Training",
     "TrainingConfig",
+    "TrainingState",
+    "check_identity",
     "check_same_output",
     "draw_batches",
     "find_blocks",
+    "fingerprint",
+    "fingerprint_model",
     "is_linear",
+    "learning_rate_factor",
     "pair_samples",
     "read_lora",
+    "read_state",
     "sample_losses",
+    "save_state",
     "save_verified",
     "select_targets",
     "train",

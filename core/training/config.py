@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ..errors import RequestError
 from .loss import LOSSES
-from .optimizer import OPTIMIZERS
+from .optimizer import OPTIMIZERS, check_installed
+from .schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class TrainingConfig:
 
     Attributes:
         steps: Optimizer steps.
-        learning_rate: Of the optimizer, constant.
+        learning_rate: Of the optimizer, at the height of its schedule.
         batch_size: Samples of one micro-step.
         accumulation_steps: Micro-steps whose gradients are averaged into one optimizer step.
         seed: Decides the adapters' start values, the order of samples, the noise and its levels.
         optimizer: A key of ``optimizer.OPTIMIZERS``.
         loss: A key of ``loss.LOSSES``.
+        weight_decay: Of the optimizer.
+        schedule: One of ``schedule.SCHEDULES``.
+        warmup_steps: Over so many steps the learning rate rises to its height.
+        max_gradient_norm: Gradients whose norm, all together, is larger are scaled down to it; 0: never.
+        ema_decay: Of the moving average of the weights, which is then what is returned; 0: none.
     """
 
     steps: int
@@ -50,6 +56,11 @@ class TrainingConfig:
     seed: int = 0
     optimizer: str = "AdamW"
     loss: str = "MSE"
+    weight_decay: float = 0.01
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    max_gradient_norm: float = 0.0
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least("steps", self.steps, 1)
@@ -59,6 +70,37 @@ class TrainingConfig:
         _positive("learning_rate", self.learning_rate)
         _one_of("optimizer", self.optimizer, list(OPTIMIZERS))
         _one_of("loss_function", self.loss, list(LOSSES))
+        _one_of("lr_schedule", self.schedule, list(SCHEDULES))
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        _not_negative("weight_decay", self.weight_decay)
+        _not_negative("max_grad_norm", self.max_gradient_norm)
+        _not_negative("ema_decay", self.ema_decay)
+        if self.ema_decay >= 1:
+            raise RequestError(
+                f"ema_decay={self.ema_decay} was asked",
+                limit="At 1 or more the average would never take anything in",
+                way_out="Use a value such as 0.99, or 0 for none",
+            )
+        if self.warmup_steps >= self.steps:
+            raise RequestError(
+                f"warmup_steps={self.warmup_steps} was asked for {self.steps} steps",
+                limit="The warm-up has to end before the training does",
+                way_out="Lower warmup_steps, or raise steps",
+            )
+        self._check_averaging()
+        check_installed(self.optimizer)
+
+    def _check_averaging(self) -> None:
+        if not OPTIMIZERS[self.optimizer].averages_weights:
+            return
+        asked = {"lr_schedule": self.schedule, "ema_decay": self.ema_decay}
+        unwanted = {name: value for name, value in asked.items() if value not in ("constant", 0)}
+        if unwanted:
+            raise RequestError(
+                f"{unwanted} was asked with optimizer={self.optimizer!r}",
+                limit="It averages the weights itself, which takes the place of a falling rate and of EMA",
+                way_out="Set lr_schedule to constant and ema_decay to 0, or choose another optimizer",
+            )
 
 
 @dataclass(frozen=True)
@@ -100,6 +142,15 @@ def _positive(name: str, value: float) -> None:
             f"{name}={value} was asked",
             limit="It must be a finite number above 0",
             way_out=f"Set {name} to a positive number",
+        )
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise RequestError(
+            f"{name}={value} was asked",
+            limit="It must be a finite number, 0 or above",
+            way_out=f"Set {name} to 0 or a positive number",
         )
 
 

@@ -78,6 +78,9 @@ class LoraAdapters:
     While installed, each adapter is also a child of its layer, so that whatever manages the model's
     parameters (the offload engine) manages these too.
 
+    Attributes:
+        unused: Paths of adapters that were left out, see ``check_first_gradients``.
+
     Args:
         targets: The layers.
         config: Rank and alpha.
@@ -90,6 +93,7 @@ class LoraAdapters:
     ) -> None:
         self.config = config
         self.targets = {target.path: target for target in targets}
+        self.unused: list[str] = []
         self._hooks: dict[str, _LoraHook] = {}
         self._installed: list[str] = []
         for path, target in self.targets.items():
@@ -139,6 +143,20 @@ class LoraAdapters:
         for hook in self._hooks.values():
             yield from hook.adapter.parameters()
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return every trained parameter under its layer's path and its own name."""
+        return {
+            f"{path}.{name}": parameter
+            for path, hook in self._hooks.items()
+            for name, parameter in hook.adapter.named_parameters()
+        }
+
+    def last_with_bad_gradient(self) -> str:
+        """Return the path of the last adapter, in model order, that has a gradient that is not finite."""
+        bad = [path for path, hook in self._hooks.items() if not _is_finite(hook.adapter)]
+        # Each finite, but too large to be squared.
+        return bad[-1] if bad else "all adapters together (too large)"
+
     def check_first_gradients(self) -> None:
         """Make sure that every adapter can learn; to be called after the first backward.
 
@@ -171,12 +189,14 @@ class LoraAdapters:
         if unused:
             _LOG.info("left out %d layers of the last block without influence: %s", len(unused), unused)
         for path in unused:
-            self._drop(path)
+            self.leave_out(path)
 
-    def _drop(self, path: str) -> None:
+    def leave_out(self, path: str) -> None:
+        """Take an adapter without influence out of the training and of the LoRA."""
         # The hook stays installed until remove(): it adds exactly zero.
         hook = self._hooks.pop(path)
         hook.adapter.requires_grad_(False)
+        self.unused.append(path)
 
     def state_dict(self, *, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return host copies under the names that ComfyUI's own training node writes.
@@ -196,3 +216,8 @@ class LoraAdapters:
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and bool(parameter.grad.any())
+
+
+def _is_finite(adapter: nn.Module) -> bool:
+    gradients = [parameter.grad for parameter in adapter.parameters() if parameter.grad is not None]
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

@@ -1,31 +1,118 @@
-"""Optimizers by name, as torch has them."""
+"""Optimizers by name, from the libraries that people know them by.
+
+torch's own are always there. ``bitsandbytes``, ``prodigyopt`` and ``schedulefree`` are asked for only
+when one of theirs is chosen, and are never imported otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.Adam,
-    "SGD": torch.optim.SGD,
-    "RMSprop": torch.optim.RMSprop,
+from ..errors import RequestError
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer.
+
+    Attributes:
+        module: The module that has it.
+        name: The class in that module.
+        options: Constructor arguments besides the parameters, learning rate and weight decay.
+        package: What ``pip install`` calls its package; empty for torch's own.
+        averages_weights: It keeps an average of the weights itself and has ``train()`` and ``eval()``
+            to switch between the two (The Road Less Scheduled, arXiv:2405.15682).
+        needs_gpu: Its kernels are written for GPUs only.
+    """
+
+    module: str
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    package: str = ""
+    averages_weights: bool = False
+    needs_gpu: bool = False
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "AdamW": OptimizerKind("torch.optim", "AdamW", (("fused", True),)),
+    "Adam": OptimizerKind("torch.optim", "Adam", (("fused", True),)),
+    "SGD": OptimizerKind("torch.optim", "SGD"),
+    "RMSprop": OptimizerKind("torch.optim", "RMSprop"),
+    "Adafactor": OptimizerKind("torch.optim", "Adafactor"),
+    "AdamW8bit": OptimizerKind("bitsandbytes.optim", "AdamW8bit", package="bitsandbytes", needs_gpu=True),
+    "Prodigy": OptimizerKind("prodigyopt", "Prodigy", package="prodigyopt"),
+    "AdamWScheduleFree": OptimizerKind(
+        "schedulefree", "AdamWScheduleFree", package="schedulefree", averages_weights=True
+    ),
 }
 
 
+def check_installed(name: str) -> None:
+    """Refuse an optimizer whose package is not there.
+
+    Raises:
+        RequestError: With the line that installs it.
+    """
+    kind = OPTIMIZERS[name]
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        raise RequestError(
+            f"optimizer={name!r} was asked",
+            limit=f"It is part of the package {kind.package}, which is not installed",
+            way_out=f"Run 'pip install {kind.package}' in ComfyUI's Python, or choose AdamW",
+        )
+
+
+def check_device(name: str, device: torch.device | str) -> None:
+    """Refuse an optimizer that cannot work where the adapters live.
+
+    Raises:
+        RequestError: If it needs a GPU and ``device`` is none.
+    """
+    if OPTIMIZERS[name].needs_gpu and torch.device(device).type == "cpu":
+        raise RequestError(
+            f"optimizer={name!r} was asked with the LoRA in host memory",
+            limit=f"{OPTIMIZERS[name].package} computes it on GPUs only",
+            way_out="Switch optimizer_on_cpu off or train on a GPU, or choose AdamW",
+        )
+
+
 def build_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float
+    name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float = 0.01
 ) -> torch.optim.Optimizer:
-    """Return the optimizer with torch's own defaults for everything but the learning rate."""
-    return OPTIMIZERS[name](list(parameters), lr=learning_rate)  # pyright: ignore[reportCallIssue]
+    """Return the optimizer, with its library's own defaults for everything that is not named here.
+
+    Raises:
+        RequestError: If its package is not installed.
+    """
+    check_installed(name)
+    kind = OPTIMIZERS[name]
+    build: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module(kind.module), kind.name)
+    return build(list(parameters), lr=learning_rate, weight_decay=weight_decay, **dict(kind.options))
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Return the norm of all gradients together; NaN or infinite if one value is, or overflows squared."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2))))
 
 
 def gradients_are_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether no gradient holds NaN or an infinite value."""
+    """Return whether no gradient holds NaN or an infinite value, and none would overflow squared."""
+    return math.isfinite(gradient_norm(parameters))
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return True
-    # A sum of absolute values is NaN or infinite exactly if one of them is (or fp32 overflows).
-    return bool(torch.isfinite(torch.stack(torch._foreach_norm(gradients, 1)).sum()))
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

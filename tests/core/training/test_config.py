@@ -18,6 +18,13 @@ from comfyui_ferry.core.training import LoraConfig, OffloadSettings, TrainingCon
         ({"seed": -1}, "seed=-1"),
         ({"optimizer": "Adagrad"}, "optimizer='Adagrad'"),
         ({"loss": "BCE"}, "loss_function='BCE'"),
+        ({"schedule": "sine"}, "lr_schedule='sine'"),
+        ({"warmup_steps": 1}, "warmup_steps=1 was asked for 1 steps"),
+        ({"max_gradient_norm": -1.0}, "max_grad_norm=-1.0"),
+        ({"weight_decay": float("inf")}, "weight_decay=inf"),
+        ({"ema_decay": 1.0}, "ema_decay=1.0"),
+        ({"optimizer": "AdamWScheduleFree", "ema_decay": 0.9}, "averages the weights itself"),
+        ({"optimizer": "AdamWScheduleFree", "schedule": "cosine"}, "lr_schedule"),
     ],
 )
 def test_training_values_out_of_range_are_refused(values, named):

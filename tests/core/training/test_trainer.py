@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import math
 
 import pytest
 import torch
-from comfyui_ferry.core.errors import TrainingError
+from comfyui_ferry.core.errors import RequestError, TrainingError
 from comfyui_ferry.core.training import (
     Callbacks,
     LoraAdapters,
     LoraConfig,
     RectifiedFlow,
     Sample,
+    Training,
     TrainingConfig,
+    read_state,
+    save_state,
     select_targets,
     train,
 )
 from torch import nn
 from torch.nn import functional as F
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices: threads only cost time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Block(nn.Module):
@@ -167,22 +181,171 @@ def test_a_loss_that_is_not_finite_names_the_step():
     assert calls == [1, 2]
 
 
-def test_a_gradient_that_is_not_finite_names_the_step():
+class SpoiledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+def test_a_gradient_that_is_not_finite_names_the_step_and_the_layer():
     model = build()
-
-    class Spoil(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * float("inf")
-
-    process = RectifiedFlow(lambda noisy, t, conditions: Spoil.apply(model(noisy, t, conditions)))
+    process = RectifiedFlow(lambda noisy, t, conditions: SpoiledGradient.apply(model(noisy, t, conditions)))
     adapters = LoraAdapters(select_targets(model), LoraConfig(), seed=0, device="cpu")
-    with adapters, pytest.raises(TrainingError, match="a gradient of step 1"):
+    with adapters, pytest.raises(TrainingError, match=r"a gradient of step 1 .* first in blocks\.1\.down"):
         train(process, samples(), adapters, TrainingConfig(steps=2, learning_rate=1e-3), device="cpu")
+
+
+@contextlib.contextmanager
+def training(model, **changes):
+    changes = {"steps": 20, "learning_rate": 1e-2} | changes
+    callbacks = changes.pop("callbacks", None)
+    config = TrainingConfig(**changes)
+    adapters = LoraAdapters(
+        select_targets(model), LoraConfig(rank=8, alpha=8.0), seed=config.seed, device="cpu"
+    )
+    with adapters:
+        yield Training(
+            RectifiedFlow(model),
+            samples(),
+            adapters,
+            config,
+            device="cpu",
+            callbacks=callbacks,
+            network=model,
+        )
+
+
+def final(run):
+    with run.weights.final():
+        return run.adapters.state_dict(prefix="", dtype=torch.float32)
+
+
+VARIANTS = {
+    "plain": {},
+    "everything": {
+        "schedule": "cosine", "warmup_steps": 3, "ema_decay": 0.9, "max_gradient_norm": 0.5,
+        "batch_size": 3, "accumulation_steps": 2,
+    },
+    "adafactor": {"optimizer": "Adafactor"},
+    "prodigy": {"optimizer": "Prodigy", "learning_rate": 1.0},
+    "schedule-free": {"optimizer": "AdamWScheduleFree"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ten_steps_and_ten_more_are_twenty(variant, tmp_path):
+    changes = VARIANTS[variant]
+    package = {"prodigy": "prodigyopt", "schedule-free": "schedulefree"}.get(variant)
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    with training(build(), **changes) as whole:
+        whole.run()
+    path = tmp_path / "state.safetensors"
+
+    def stop_after(step, loss):
+        if step in (4, 10):
+            final(first)  # looking at the averaged weights leaves no trace
+        if step == 10:
+            first.stop()
+
+    with training(build(), callbacks=Callbacks(after_step=stop_after), **changes) as first:
+        first.run()
+        assert first.step == 10
+        save_state(path, first.state())
+    torch.manual_seed(99)
+    with training(build(), **changes) as second:
+        second.load(read_state(path))
+        second.run()
+    assert second.losses == whole.losses
+    expected, found = whole.state().weights, second.state().weights
+    for name, value in expected.parameters.items():
+        assert torch.equal(found.parameters[name], value)
+    for name, value in expected.averages.items():
+        assert torch.equal(found.averages[name], value)
+    for index, moments in expected.optimizer["state"].items():
+        for name, value in moments.items():
+            other = found.optimizer["state"][index][name]
+            assert torch.equal(other, value) if isinstance(value, torch.Tensor) else other == value
+    assert same(final(whole), final(second))
+
+
+def test_averaged_weights_are_others_than_the_last_ones():
+    with training(build(), ema_decay=0.9) as run:
+        run.run()
+        last = run.adapters.state_dict(prefix="", dtype=torch.float32)
+        assert not same(final(run), last)
+        assert same(run.adapters.state_dict(prefix="", dtype=torch.float32), last)
+
+
+def test_dropout_is_the_same_after_a_stop():
+    def model():
+        network = build()
+        network.blocks.append(nn.Dropout(0.5))
+        return network.train()
+
+    with training(model()) as whole:
+        whole.run()
+    with training(model(), steps=10) as first:
+        first.run()
+        half = first.state()
+    with training(model()) as second:
+        second.load(half)
+        assert second.run() == whole.losses
+
+
+def test_a_state_with_all_steps_done_is_refused():
+    with training(build(), steps=3) as run:
+        run.run()
+        with pytest.raises(RequestError, match="Raise steps above 3"):
+            run.load(run.state())
+
+
+def test_one_bad_batch_is_skipped_and_changes_nothing():
+    model, skipped = build(), []
+    bad = {7}
+    calls = 0
+
+    def velocity(noisy, t, conditions):
+        nonlocal calls
+        calls += 1
+        return model(noisy, t, conditions) * (math.nan if calls in bad else 1)
+
+    def run(steps):
+        nonlocal calls
+        calls = 0
+        with training(model, steps=steps, callbacks=Callbacks(after_skip=skipped.append)) as run:
+            run.process.velocity = velocity
+            run.run()
+            return run.losses, run.state()
+
+    losses, after_bad = run(10)
+    assert len(losses) == 10
+    assert after_bad.attempt == 11
+    assert "the loss of step 7 of 10 is NaN or infinite" in skipped[0]
+    assert "the step is skipped" in skipped[0]
+    _, before = run(6)
+    bad.clear()
+    other, _ = run(10)
+    assert losses[:6] == other[:6]
+    assert losses[6] != other[6]  # another batch
+    assert before.attempt == 6
+
+
+def test_clipping_keeps_the_direction():
+    def one_step(**changes):
+        with training(build(), steps=1, optimizer="SGD", weight_decay=0.0, **changes) as run:
+            start = run.state().weights.parameters
+            run.run()
+            end = run.state().weights.parameters
+            return torch.cat([(end[name] - start[name]).flatten() for name in start])
+
+    free, clipped = one_step(), one_step(max_gradient_norm=1e-3)
+    assert float(clipped.norm()) == pytest.approx(1e-3 * 1e-2, rel=1e-3)
+    assert float(torch.cosine_similarity(free, clipped, dim=0)) == pytest.approx(1, abs=1e-4)
 
 
 def test_nothing_to_train_is_named():
