@@ -128,6 +128,12 @@ def hook_names(module: nn.Module) -> list[str]:
     return [] if hooked is None else list(hooked.hooks)
 
 
+def own_forward(module: nn.Module) -> Forward | None:
+    """Return the forward that other code had put on the module itself before the first hook, if any."""
+    hooked = _find_hooked(module)
+    return module.__dict__.get("forward") if hooked is None else hooked.inner
+
+
 def _find_hooked(module: nn.Module) -> HookedForward | None:
     hooked = module.__dict__.get(_MARK)
     return hooked if isinstance(hooked, HookedForward) else None

@@ -8,10 +8,19 @@ and ``hooks`` say what happens when; ``residency`` is the cache, ``slots`` and `
 memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena`` the masters;
 ``tensors``, ``wrappers``, ``module_dicts`` and ``replacements`` how the model sees them;
 ``saved_tensors`` and ``gradients`` what autograd sees; ``unobserved`` keeps the engine's own
-operations out of sight.
+operations out of sight; ``modulation`` keeps what small frozen layers returned, ``modulation_layers``
+and ``modulation_store`` say for which layers and how.
 """
 
 from .manager import OffloadTrainingManager
+from .modulation import ModulationCache
+from .modulation_layers import ModulationLayers, ModulationPlan
 from .stats import OffloadStats
 
-__all__ = ["OffloadStats", "OffloadTrainingManager"]
+__all__ = [
+    "ModulationCache",
+    "ModulationLayers",
+    "ModulationPlan",
+    "OffloadStats",
+    "OffloadTrainingManager",
+]

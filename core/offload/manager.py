@@ -20,6 +20,8 @@ from .checks import check_model
 from .config import OffloadConfig
 from .engine import Engine
 from .hooks import HOOK_NAME, UnitHook
+from .modulation import ModulationCache
+from .modulation_layers import ModulationPlan, find_layers
 from .module_dicts import ManagedDict
 from .saved_tensors import check_torch
 from .stats import OffloadStats
@@ -60,6 +62,11 @@ class OffloadTrainingManager:
             None: every leaf module moves by itself.
         recompute_cache_mb: In MB: limit for weights kept from a recompute for the backward that
             follows it. None: two of the largest units, or 1/32 of the model if that is more.
+        modulation: Frozen layers that see one small vector each; their outputs are kept, and computed
+            ahead by ``modulation_cache.precompute``, so that steps need not stream them.
+
+    Attributes:
+        modulation_cache: None unless ``modulation`` was given.
 
     Raises:
         RequestError: If a value is out of range or a tensor cannot be managed; nothing changed then.
@@ -74,7 +81,9 @@ class OffloadTrainingManager:
         cpu_offload_split_threshold: float | None = None,
         *,
         recompute_cache_mb: float | None = None,
+        modulation: ModulationPlan | None = None,
     ) -> None:
+        self.modulation_cache: ModulationCache | None = None
         self._engine: Engine | None = None
         self._successor: OffloadTrainingManager | None = None
         self._holders: list[ManagedDict] = []
@@ -90,6 +99,13 @@ class OffloadTrainingManager:
         check_torch()
         check_model(model)
         check_request(model, config)
+        if modulation is not None:
+            self.modulation_cache = ModulationCache(
+                find_layers(model, modulation),
+                limit_bytes=modulation.limit_bytes,
+                open_scope=self.forward_scope,
+                device=config.target_device,
+            )
         take_over(model, self)
         self._attach(model, config)
 
@@ -128,6 +144,8 @@ class OffloadTrainingManager:
                 "Call it after they have ended."
             )
         self._engine = None
+        if self.modulation_cache is not None:
+            self.modulation_cache.remove()
         with unobserved():
             engine.end_all_tasks()
             engine.gradients.remove()
@@ -209,13 +227,17 @@ class OffloadTrainingManager:
         engine.residency.note_peak()
 
     def _manage(self, model: nn.Module, engine: Engine) -> None:
-        plans = plan_units(model, engine.config.split_threshold_bytes)
+        cache = self.modulation_cache
+        apart = [layer.linear for layer in cache.layers] if cache is not None else []
+        plans = plan_units(model, engine.config.split_threshold_bytes, apart=apart)
         self._num_units = len(plans)
         engine.store.units.update(make_units(model, plans))
         self._holders = make_dicts(model, engine)
         engine.store.add(collect(self._holders))
         for holder in self._holders:
             set_dict(holder.module, holder, is_parameters=holder.is_parameters)
+        if cache is not None:
+            cache.install()
         for module in model.modules():
             if has_forward(module) and any(True for child in module.modules() for _ in owned_tensors(child)):
                 install_hook(module, HOOK_NAME, UnitHook(engine, engine.store.units[id(module)]))

@@ -10,7 +10,7 @@ What this module does not do: it neither moves nor changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,18 @@ class UnitPlan:
     owners: tuple[tuple[str, nn.Module], ...]
 
 
-def plan_units(root: nn.Module, split_threshold_bytes: int | None) -> list[UnitPlan]:
-    """Return the units of the model in model order; every module that owns a tensor is in exactly one."""
-    seen: set[int] = set()
-    return list(_visit(root, "", split_threshold_bytes, seen))
+def plan_units(
+    root: nn.Module, split_threshold_bytes: int | None, *, apart: Collection[nn.Module] = ()
+) -> list[UnitPlan]:
+    """Return the units of the model in model order; every module that owns a tensor is in exactly one.
+
+    Args:
+        root: The model.
+        split_threshold_bytes: A module of at most this size moves as a whole; None: leaf modules.
+        apart: Modules whose own tensors never move with others; they do not count for a module's size.
+    """
+    walk = _Walk(split_threshold_bytes, {id(module) for module in apart})
+    return list(walk.visit(root, ""))
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -51,28 +59,48 @@ def owned_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in tensors.values() if tensor is not None)
 
 
-def module_bytes(module: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers below ``module``, each counted once."""
-    tensors = {id(tensor): tensor for child in module.modules() for tensor in owned_tensors(child)}
+def module_bytes(module: nn.Module, *, apart: Collection[int] = ()) -> int:
+    """Return the bytes of all parameters and buffers below ``module``, each counted once.
+
+    Args:
+        module: Where to start.
+        apart: ``id`` of modules whose own tensors do not count.
+    """
+    counted = (child for child in module.modules() if id(child) not in apart)
+    tensors = {id(tensor): tensor for child in counted for tensor in owned_tensors(child)}
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 
-def _visit(module: nn.Module, path: str, threshold: int | None, seen: set[int]) -> Iterator[UnitPlan]:
-    if id(module) in seen:
-        return
-    whole = threshold is not None and has_forward(module) and module_bytes(module) <= threshold
-    if whole:
-        owners = []
-        for name, child in module.named_modules():
-            if id(child) not in seen:
-                seen.add(id(child))
-                owners.append((_join(path, name), child))
-        yield from _unit(path, module, owners)
-        return
-    seen.add(id(module))
-    yield from _unit(path, module, [(path, module)])
-    for name, child in module.named_children():
-        yield from _visit(child, _join(path, name), threshold, seen)
+class _Walk:
+    def __init__(self, threshold: int | None, apart: set[int]) -> None:
+        self._threshold = threshold
+        self._apart = apart
+        self._seen: set[int] = set()
+
+    def visit(self, module: nn.Module, path: str) -> Iterator[UnitPlan]:
+        if id(module) in self._seen:
+            return
+        if id(module) not in self._apart and self._moves_whole(module):
+            members = [(_join(path, name), child) for name, child in module.named_modules()]
+            owners = [
+                member
+                for member in members
+                if id(member[1]) not in self._seen and id(member[1]) not in self._apart
+            ]
+            self._seen |= {id(child) for _, child in owners}
+            yield from _unit(path, module, owners)
+            for name, child in members:
+                yield from self.visit(child, name)
+            return
+        self._seen.add(id(module))
+        yield from _unit(path, module, [(path, module)])
+        for name, child in module.named_children():
+            yield from self.visit(child, _join(path, name))
+
+    def _moves_whole(self, module: nn.Module) -> bool:
+        if self._threshold is None or not has_forward(module):
+            return False
+        return module_bytes(module, apart=self._apart) <= self._threshold
 
 
 def _unit(path: str, module: nn.Module, owners: list[tuple[str, nn.Module]]) -> Iterator[UnitPlan]:

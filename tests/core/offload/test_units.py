@@ -63,3 +63,14 @@ def test_a_forward_on_the_object_counts():
     module = nn.ModuleList()
     module.forward = lambda x: x
     assert has_forward(module)
+
+
+def test_a_module_apart_is_no_part_of_a_larger_unit():
+    block = Residual(4)
+    model = Stack(block, nn.Linear(4, 4))
+    units = plan_units(model, module_bytes(block) - module_bytes(block.up), apart=[block.up])
+    assert {unit.path: [path for path, _ in unit.owners] for unit in units} == {
+        "blocks.0": ["blocks.0.norm", "blocks.0.down"],
+        "blocks.0.up": ["blocks.0.up"],
+        "blocks.1": ["blocks.1"],
+    }
