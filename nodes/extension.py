@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from .conditioning import LoadConditioning, SaveConditioning
+from .dataset import LoadTrainingFolder, TrainingSetImages
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
 from .training import TrainLoraOffload
@@ -12,6 +13,8 @@ from .training import TrainLoraOffload
 NODES: list[type[io.ComfyNode]] = [
     ParallelModel,
     ParallelSampler,
+    LoadTrainingFolder,
+    TrainingSetImages,
     TrainLoraOffload,
     LoadConditioning,
     SaveConditioning,

@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     from .parallel_model import check_degrees, make_parallel
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
+    from .training_folder import (
+        FAMILY_NAMES,
+        input_subfolders,
+        load_input_folder,
+        training_folder_version,
+        training_set_images,
+    )
     from .worker_groups import close_workers
 
 _HOMES = {
     "COMPUTE_DTYPES": "train_lora",
+    "FAMILY_NAMES": "training_folder",
     "SAVE_DTYPES": "train_lora",
     "TrainedLora": "train_lora",
     "TrainingRequest": "train_lora",
@@ -33,7 +41,9 @@ _HOMES = {
     "close_workers": "worker_groups",
     "conditioning_files": "conditioning",
     "conditioning_version": "conditioning",
+    "input_subfolders": "training_folder",
     "load_conditioning": "conditioning",
+    "load_input_folder": "training_folder",
     "make_parallel": "parallel_model",
     "register_conditioning_folder": "conditioning",
     # Not "train_lora": importing the module of that name would put the module in the function's place.
@@ -42,10 +52,13 @@ _HOMES = {
     "sampler_names": "sampling",
     "save_conditioning": "conditioning",
     "scheduler_names": "sampling",
+    "training_folder_version": "training_folder",
+    "training_set_images": "training_folder",
 }
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "FAMILY_NAMES",
     "SAVE_DTYPES",
     "RequestError",
     "TrainedLora",
@@ -54,7 +67,9 @@ __all__ = [
     "close_workers",
     "conditioning_files",
     "conditioning_version",
+    "input_subfolders",
     "load_conditioning",
+    "load_input_folder",
     "make_parallel",
     "register_conditioning_folder",
     "sample_parallel",
@@ -62,6 +77,8 @@ __all__ = [
     "save_conditioning",
     "scheduler_names",
     "run_lora_training",
+    "training_folder_version",
+    "training_set_images",
 ]
 
 

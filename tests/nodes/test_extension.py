@@ -15,6 +15,8 @@ NODE_IDS = {
     "FerryParallelModel",
     "FerryParallelSampler",
     "FerryTrainLoraOffload",
+    "FerryLoadTrainingFolder",
+    "FerryTrainingSetImages",
     "FerryLoadConditioning",
     "FerrySaveConditioning",
 }

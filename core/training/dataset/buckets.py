@@ -14,6 +14,9 @@ from ...errors import RequestError
 MAX_ASPECT = 4.0
 """Longest side by shortest; beyond it the area could not be kept without a sliver of a picture."""
 
+# Rounding a side down to a step may not cost more of the area than this leaves.
+_LEAST_AREA = 0.75
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
@@ -34,22 +37,24 @@ def list_buckets(*, resolution_px: int, step_px: int) -> list[Bucket]:
         step_px: Both sides of every bucket are multiples of it.
 
     Raises:
-        RequestError: If not even a square of one step fits.
+        RequestError: If the step is too coarse for the resolution.
     """
-    if step_px < 1 or resolution_px < step_px:
-        raise RequestError(
-            f"resolution={resolution_px} was asked with steps of {step_px} pixels",
-            limit="A bucket is at least one step wide and high",
-            way_out=f"Raise the resolution to at least {max(step_px, 1)}",
-        )
     area = resolution_px**2
-    found = set()
+    side = resolution_px // step_px * step_px
+    if side**2 < _LEAST_AREA * area:
+        raise RequestError(
+            f"resolution={resolution_px} was asked with sides in steps of {step_px} pixels",
+            limit=f"The largest square of such sides is {side}x{side}, far below that area",
+            way_out=f"Use a multiple of {step_px}, for example {side + step_px}, or name the model family if its "
+            "step is finer",
+        )
+    found = {Bucket(side, side)}
     for width in range(step_px, int(resolution_px * math.sqrt(MAX_ASPECT)) + 1, step_px):
         height = area // width // step_px * step_px
-        if height and max(width / height, height / width) <= MAX_ASPECT:
+        is_close = width * height >= _LEAST_AREA * area
+        if is_close and max(width / height, height / width) <= MAX_ASPECT:
             found |= {Bucket(width, height), Bucket(height, width)}
-    side = resolution_px // step_px * step_px
-    return sorted(found | {Bucket(side, side)})
+    return sorted(found)
 
 
 def choose_bucket(width_px: int, height_px: int, buckets: list[Bucket]) -> Bucket:

@@ -1,0 +1,54 @@
+"""Training sets from ComfyUI's input folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+
+from ..training.dataset import (
+    FolderOptions,
+    TrainingSet,
+    folder_version,
+    join_sets,
+    load_training_folder,
+    plain_examples,
+)
+from ..training.families import FAMILIES, OTHER, bucket_step_px
+
+FAMILY_NAMES = ("any", *(family.name for family in FAMILIES))
+"""Choices for a model family where no model is at hand; "any" fits all."""
+
+
+def input_subfolders() -> list[str]:
+    """Return the folders below ComfyUI's input folder."""
+    return sorted(folder_paths.get_input_subfolders())
+
+
+def training_folder_version(folder: str) -> str:
+    """Return a text that changes whenever a file of the folder does."""
+    return folder_version(Path(folder_paths.get_input_directory()), folder)
+
+
+def load_input_folder(folder: str, *, family: str, before: TrainingSet | None, **options: Any) -> TrainingSet:
+    """Return the training set in a folder below ComfyUI's input folder.
+
+    Args:
+        folder: Relative to the input folder.
+        family: One of ``FAMILY_NAMES``; decides the step of the bucket sides.
+        before: A set that this one is joined to.
+        options: Those of ``FolderOptions``, but for the step.
+
+    Raises:
+        RequestError: If the folder is not inside, or naming every file that cannot be used.
+    """
+    step_px = OTHER.bucket_step_px if family == "any" else bucket_step_px(family)
+    root = Path(folder_paths.get_input_directory())
+    return join_sets(before, load_training_folder(root, folder, FolderOptions(step_px=step_px, **options)))
+
+
+def training_set_images(training_set: TrainingSet, *, seed: int) -> tuple[list[Any], list[str]]:
+    """Return an epoch as IMAGE batches ``(F, H, W, 3)`` and captions, for nodes that know no set."""
+    pairs = list(plain_examples(training_set, seed=seed))
+    return [pixels for pixels, _ in pairs], [caption for _, caption in pairs]
