@@ -32,7 +32,7 @@ def load(folder="cats", **settings):
         for entry in LoadTrainingFolder.define_schema().inputs
         if getattr(entry, "default", None) is not None
     }
-    return LoadTrainingFolder.execute(**(defaults | {"folder": folder, "resolution": 96} | settings))
+    return LoadTrainingFolder.execute(**(defaults | {"folder": folder, "resolution": 64} | settings))
 
 
 def test_a_folder_becomes_images_and_captions_in_their_buckets(pictures):
@@ -40,7 +40,7 @@ def test_a_folder_becomes_images_and_captions_in_their_buckets(pictures):
 
     schema = LoadTrainingFolder.GET_SCHEMA()
     assert schema.inputs[0].options == ["cats"]
-    result = load(model_family="FLUX.1-dev", repeats=2, before=load(max_upscale=2.0, resolution=64).args[0])
+    result = load(model_family="FLUX.1-dev", resolution=96, repeats=2, before=load().args[0])
     (found,) = result.args
     assert "2 files, 6 samples" in result.ui.as_dict()["text"][0]
     images, captions = TrainingSetImages.execute(found, seed=0).args

@@ -45,8 +45,8 @@ def list_buckets(*, resolution_px: int, step_px: int) -> list[Bucket]:
         raise RequestError(
             f"resolution={resolution_px} was asked with sides in steps of {step_px} pixels",
             limit=f"The largest square of such sides is {side}x{side}, far below that area",
-            way_out=f"Use a multiple of {step_px}, for example {side + step_px}, or name the model family if its "
-            "step is finer",
+            way_out=f"Use a multiple of {step_px}, for example {side + step_px}, or name a model family "
+            "whose step is finer",
         )
     found = {Bucket(side, side)}
     for width in range(step_px, int(resolution_px * math.sqrt(MAX_ASPECT)) + 1, step_px):
