@@ -24,6 +24,7 @@ from torch.autograd.variable import Variable
 from ..errors import OffloadError
 from .buckets import Bucket, Segment
 from .config import OffloadConfig
+from .fused_steps import FusedSteps
 from .gradients import HostGradients
 from .hooks import Scope, TaskEnd, Unit, tensors_in
 from .module_dicts import ManagedDict
@@ -71,6 +72,7 @@ class Engine:
         self.replacements = Replacements(self.store, self.residency)
         self.saved_tensors = SavedTensorHooks(self)
         self.look_ahead = LookAhead(self.residency)
+        self.fused_steps = FusedSteps(self._is_streamed) if config.optimizer_on_host else None
         self.num_open_scopes = 0
         self._local = threading.local()
         self._tasks: dict[int, Scope] = {}
@@ -169,6 +171,8 @@ class Engine:
         """
         if self.num_open_scopes == 0:
             self.replacements.settle()
+            if self.fused_steps is not None:
+                self.fused_steps.switch_back()
 
     # Backwards
 
@@ -213,6 +217,9 @@ class Engine:
         self.end_task(NO_TASK)
 
     # Shared
+
+    def _is_streamed(self, tensor: torch.Tensor) -> bool:
+        return self.store.find(tensor) is not None
 
     def _scopes(self) -> list[Scope]:
         scopes = getattr(self._local, "scopes", None)
