@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from comfy_api.latest import io
@@ -18,8 +19,7 @@ def degree_inputs() -> list[Any]:
             default=2,
             min=0,
             max=64,
-            tooltip="How many GPUs compute, one worker process each. Must equal cfg_degree x ulysses_degree "
-            "x ring_degree.",
+            tooltip="How many GPUs compute, one worker process each. Must equal the product of all degrees.",
         ),
         io.Int.Input(
             "cfg_degree",
@@ -46,33 +46,57 @@ def degree_inputs() -> list[Any]:
             tooltip="Ring attention: GPUs that share one picture or video, with any number of heads. "
             "Together with Ulysses their product does. Slower than Ulysses on fast links.",
         ),
+        io.Int.Input(
+            "tensor_parallel_degree",
+            default=1,
+            min=0,
+            max=64,
+            optional=True,
+            tooltip="Tensor parallel: GPUs that share the weights, for models too large for one. At most the "
+            "model's attention heads. Needs fast links; for speed alone Ulysses is better.",
+        ),
     ]
 
 
 def degree_problem(
-    gpus: int | None, cfg_degree: int | None, ulysses_degree: int | None, ring_degree: int | None
+    gpus: int | None,
+    cfg_degree: int | None,
+    ulysses_degree: int | None,
+    ring_degree: int | None,
+    tensor_parallel_degree: int | None,
 ) -> bool | str:
     """Return True if the degrees fit this machine (or are not known yet), else what is wrong."""
     if gpus is None or cfg_degree is None or ulysses_degree is None:
         return True
-    if ring_degree is None:
-        ring_degree = _fitting_ring_degree(gpus, cfg_degree, ulysses_degree)
+    optional = _fitting_degrees(gpus, (cfg_degree, ulysses_degree), (ring_degree, tensor_parallel_degree))
     try:
         check_degrees(
-            gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree, ring_degree=ring_degree
+            gpus=gpus,
+            cfg_degree=cfg_degree,
+            ulysses_degree=ulysses_degree,
+            ring_degree=optional[0],
+            tensor_parallel_degree=optional[1],
         )
     except RequestError as error:
         return str(error)
     return True
 
 
-def _fitting_ring_degree(gpus: int, cfg_degree: int, ulysses_degree: int) -> int:
-    """Return what fits the other degrees, else 1: a degree left out (1) or linked looks alike here."""
-    values = (gpus, cfg_degree, ulysses_degree)
-    if not all(isinstance(value, int) and value > 0 for value in values):
-        return 1
-    others = cfg_degree * ulysses_degree
-    return gpus // others if gpus % others == 0 else 1
+def _fitting_degrees(gpus: int, required: tuple[int, ...], optional: tuple[int | None, ...]) -> list[int]:
+    """Return the optional degrees; one that is None becomes what fits the others if any does, else 1.
+
+    A degree left out (1) or linked looks alike here.
+    """
+    known = [*required, *(degree for degree in optional if degree is not None)]
+    missing = 1
+    if all(isinstance(value, int) and value > 0 for value in (gpus, *known)):
+        quotient, rest = divmod(gpus, math.prod(known))
+        missing = quotient if quotient and not rest else 1
+    found = []
+    for degree in optional:
+        found.append(missing if degree is None else degree)
+        missing = 1 if degree is None else missing
+    return found
 
 
 class ParallelModel(io.ComfyNode):
@@ -103,21 +127,12 @@ class ParallelModel(io.ComfyNode):
         cfg_degree: int | None = None,
         ulysses_degree: int | None = None,
         ring_degree: int | None = None,
+        tensor_parallel_degree: int | None = None,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
-        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree)
+        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree)
 
     @classmethod
-    def execute(
-        cls, model: Any, gpus: int, cfg_degree: int, ulysses_degree: int, ring_degree: int = 1
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any, **degrees: int) -> io.NodeOutput:
         """Return the parallel MODEL."""
-        return io.NodeOutput(
-            make_parallel(
-                model,
-                gpus=gpus,
-                cfg_degree=cfg_degree,
-                ulysses_degree=ulysses_degree,
-                ring_degree=ring_degree,
-            )
-        )
+        return io.NodeOutput(make_parallel(model, **degrees))

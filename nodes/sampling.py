@@ -72,9 +72,10 @@ class ParallelSampler(io.ComfyNode):
         cfg_degree: int | None = None,
         ulysses_degree: int | None = None,
         ring_degree: int | None = None,
+        tensor_parallel_degree: int | None = None,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
-        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree)
+        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree)
 
     @classmethod
     def execute(cls, model: Any, latent_image: dict, **settings: Any) -> io.NodeOutput:

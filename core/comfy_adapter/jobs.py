@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parallel import ParallelDims, SequenceGroup, build_mesh
+from ..parallel import ParallelDims, RankLayout, build_mesh
 
 if TYPE_CHECKING:
     from .worker_model import WorkerModel
@@ -31,24 +31,23 @@ def register(context: Any, arguments: Mapping[str, Any], dims: Mapping[str, int]
         ``load``, ``patch``, ``forward``, ``unload``.
     """
     _set_up_comfyui(arguments, cpu=context.device.type == "cpu")
-    layout = build_mesh(ParallelDims(**dims))
-    models = _Models(context, layout.sequence_group)
+    models = _Models(context, build_mesh(ParallelDims(**dims)))
     return {"load": models.load, "patch": models.patch, "forward": models.forward, "unload": models.unload}
 
 
 class _Models:
     """The models that this rank holds, by the parent's token."""
 
-    def __init__(self, context: Any, group: SequenceGroup | None) -> None:
+    def __init__(self, context: Any, layout: RankLayout) -> None:
         self.context = context
-        self.group = group
+        self.layout = layout
         self.models: dict[int, WorkerModel] = {}
 
     def load(self, token: int, description: Mapping[str, Any], arena: Any) -> None:
         from .worker_model import WorkerModel
 
         weights = self.context.open_arena(arena)
-        self.models[token] = WorkerModel(description, weights, device=self.context.device, group=self.group)
+        self.models[token] = WorkerModel(description, weights, device=self.context.device, layout=self.layout)
 
     def patch(self, token: int, patches: Mapping[str, Any], force_cast: bool) -> list[str]:
         self.models[token].set_force_cast(force_cast)
@@ -56,8 +55,8 @@ class _Models:
 
     def forward(self, token: int, arguments: Mapping[str, Any]) -> Any:
         output = self.models[token].forward(arguments)
-        # Every rank of the group holds the whole output; one copy back is enough.
-        return output if self.group is None or torch.distributed.get_rank(self.group.whole) == 0 else None
+        # Every rank of the branch holds the whole output; one copy back is enough.
+        return output if self.layout.speaks else None
 
     def unload(self, token: int) -> None:
         self.models.pop(token, None)

@@ -21,13 +21,20 @@ from .model_export import class_path, describe_model
 from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
 from .remote_forward import RemoteInjection, sendable_options
+from .worker_groups import worker_bytes
 from .worker_memory import worker_memory
 
 _KEY = "ferry_parallel"
 
 
 def make_parallel(
-    model: Any, *, gpus: int, cfg_degree: int, ulysses_degree: int, ring_degree: int = 1
+    model: Any,
+    *,
+    gpus: int,
+    cfg_degree: int,
+    ulysses_degree: int,
+    ring_degree: int = 1,
+    tensor_parallel_degree: int = 1,
 ) -> Any:
     """Return a clone of ``model`` that computes on ``gpus`` worker processes; starts none yet.
 
@@ -37,12 +44,17 @@ def make_parallel(
         cfg_degree: Groups that evaluate different conditionings at the same time.
         ulysses_degree: GPUs that share one sequence (DeepSpeed-Ulysses, arXiv:2309.14509).
         ring_degree: Likewise (Ring Attention, arXiv:2310.01889); with both above 1 their product does.
+        tensor_parallel_degree: GPUs that share the weights (Megatron-LM, arXiv:1909.08053).
 
     Raises:
         RequestError: If the model, the number of GPUs or a degree is not supported.
     """
     dims, devices = check_degrees(
-        gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree, ring_degree=ring_degree
+        gpus=gpus,
+        cfg_degree=cfg_degree,
+        ulysses_degree=ulysses_degree,
+        ring_degree=ring_degree,
+        tensor_parallel_degree=tensor_parallel_degree,
     )
     if isinstance(model, ParallelPatcher):
         raise RequestError(
@@ -70,14 +82,24 @@ def make_parallel(
 
 
 def check_degrees(
-    *, gpus: int, cfg_degree: int, ulysses_degree: int, ring_degree: int = 1
+    *,
+    gpus: int,
+    cfg_degree: int,
+    ulysses_degree: int,
+    ring_degree: int = 1,
+    tensor_parallel_degree: int = 1,
 ) -> tuple[ParallelDims, tuple[str, ...]]:
     """Return degrees and devices if they fit this machine.
 
     Raises:
         RequestError: Otherwise, with the numbers and what would fit.
     """
-    degrees = {"cfg_degree": cfg_degree, "ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
+    degrees = {
+        "cfg_degree": cfg_degree,
+        "ulysses_degree": ulysses_degree,
+        "ring_degree": ring_degree,
+        "tensor_parallel_degree": tensor_parallel_degree,
+    }
     for name, value in {"gpus": gpus, **degrees}.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise RequestError(
@@ -86,7 +108,7 @@ def check_degrees(
                 way_out="Type a number, or connect an INT",
             )
     devices = worker_devices(gpus)
-    dims = ParallelDims(cfg=cfg_degree, ring=ring_degree, ulysses=ulysses_degree)
+    dims = ParallelDims(cfg=cfg_degree, tp=tensor_parallel_degree, ring=ring_degree, ulysses=ulysses_degree)
     dims.validate(num_gpus=gpus)
     return dims, devices
 
@@ -148,7 +170,7 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def get_nested_additional_models(self) -> list:
         """Return what ComfyUI loads together with this MODEL; the workers' copy is one of them."""
-        entry = worker_memory(self.model, super().model_size(), self)
+        entry = worker_memory(self.model, worker_bytes(self.model, self.run.dims), self)
         return [*super().get_nested_additional_models(), entry]
 
     def partially_load(

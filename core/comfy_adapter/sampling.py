@@ -37,6 +37,7 @@ def sample_parallel(
     latent: dict[str, Any],
     denoise: float,
     ring_degree: int = 1,
+    tensor_parallel_degree: int = 1,
 ) -> dict[str, Any]:
     """Return the sampled LATENT; every argument means what it means in KSampler.
 
@@ -47,7 +48,12 @@ def sample_parallel(
     check_conditioning(positive, name="positive")
     check_conditioning(negative, name="negative")
     parallel = make_parallel(
-        model, gpus=gpus, cfg_degree=cfg_degree, ulysses_degree=ulysses_degree, ring_degree=ring_degree
+        model,
+        gpus=gpus,
+        cfg_degree=cfg_degree,
+        ulysses_degree=ulysses_degree,
+        ring_degree=ring_degree,
+        tensor_parallel_degree=tensor_parallel_degree,
     )
     import nodes  # ComfyUI's; imported late, because it pulls in every core node
 

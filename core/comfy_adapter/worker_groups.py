@@ -21,9 +21,10 @@ import comfy.model_management
 
 from ..errors import WorkerError
 from ..log import get_logger
-from ..parallel import ParallelDims
+from ..parallel import ParallelDims, largest_rank_bytes
+from ..plans import find_plan
 from ..workers import SharedArena, WorkerPool, WorkerSpec
-from .model_export import comfyui_arguments, describe_model, named_tensors
+from .model_export import class_path, comfyui_arguments, describe_model, named_tensors
 from .patch_messages import encode_patches
 
 _log = get_logger("workers")
@@ -95,10 +96,16 @@ class WorkerGroup:
         description = describe_model(model)
         tensors = {name: tensor.detach() for name, tensor in named_tensors(model.diffusion_model).items()}
         arena = SharedArena.create(tensors)
-        self.loaded[token] = _Loaded(arena, num_bytes=sum(tensor.nbytes for tensor in tensors.values()))
+        self.loaded[token] = _Loaded(arena, num_bytes=worker_bytes(model, self.dims))
         message = {"token": token, "description": description, "arena": arena.handle()}
         # If the user cancels, the workers still finish loading, and the next prompt finds it done.
         self.pool.call("load", message, poll=check_interrupt)
+
+
+def worker_bytes(model: Any, dims: ParallelDims) -> int:
+    """Return the bytes of a ``BaseModel``'s weights that the fullest worker holds."""
+    module = model.diffusion_model
+    return largest_rank_bytes(module, find_plan(class_path(module)), dims.tp)
 
 
 _current: WorkerGroup | None = None

@@ -78,4 +78,5 @@ def worker_memory(model: Any, size: int, patcher: comfy.model_patcher.ModelPatch
     """
     if model not in _entries:
         _entries[model] = WorkerMemory(model_token(model), size, patcher.load_device, patcher.offload_device)
+    _entries[model].size = size  # other degrees hold other parts
     return _entries[model]

@@ -14,7 +14,14 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ..parallel import ParallelHandle, SequenceGroup, parallelize
+from ..parallel import (
+    ModelPlan,
+    ParallelHandle,
+    RankLayout,
+    TensorParallelHandle,
+    TensorShards,
+    install_parallel,
+)
 from ..plans import find_plan
 from .model_export import innermost_forward, named_tensors
 from .patch_messages import PREFIX, decode_patches
@@ -25,10 +32,10 @@ class WorkerModel:
 
     Args:
         description: The message of ``model_export.describe_model``.
-        weights: Every parameter and buffer by name. On a CPU worker the model uses this memory itself
-            (shared by all ranks); on a GPU it is copied to ``device``.
+        weights: Every whole parameter and buffer by name. On a CPU worker the model uses this memory itself
+            (shared by all ranks); on a GPU this rank's part of it is copied to ``device``.
         device: Where this rank computes.
-        group: The ranks that share one sequence, or None for a single rank.
+        layout: Which ranks share its sequence and its weights.
     """
 
     def __init__(
@@ -37,12 +44,16 @@ class WorkerModel:
         weights: Mapping[str, torch.Tensor],
         *,
         device: torch.device,
-        group: SequenceGroup | None,
+        layout: RankLayout,
     ) -> None:
         self.device = device
         self.weights = weights
         self.module = _build(description)
-        _assign(self.module, weights, device)
+        plan = find_plan(description["class_path"])
+        tensor = _tensor_parallel(self.module, plan, layout)
+        self.shards = None if tensor is None else tensor.shards
+        _check_weights(self.module, weights)
+        self._assign()
         self.patched: set[str] = set()
         self.casting = {
             layer: bool(layer.comfy_cast_weights)
@@ -50,8 +61,8 @@ class WorkerModel:
             if hasattr(layer, "comfy_cast_weights")
         }
         self.handle: ParallelHandle | None = None
-        if group is not None:
-            self.handle = parallelize(self.module, find_plan(description["class_path"]), group=group)
+        if layout.sequence_group is not None or tensor is not None:
+            self.handle = install_parallel(self.module, plan, group=layout.sequence_group, tensor=tensor)
 
     def apply_patches(self, message: Mapping[str, Any]) -> list[str]:
         """Make the weights those of the arena with ``message``'s patches, and no others.
@@ -64,9 +75,10 @@ class WorkerModel:
         """
         patches = decode_patches(message)
         for name in self.patched - patches.keys():
-            comfy.utils.set_attr_param(self.module, name, self.weights[name].to(self.device))
+            self._set(name, self._part(name, self.weights[name]))
         for name, entries in patches.items():
-            comfy.utils.set_attr_param(self.module, name, self._patched_weight(name, entries))
+            # Patched whole and then cut: a rank has the very numbers of the whole, stochastic rounding too.
+            self._set(name, self._part(name, self._patched_weight(name, entries), own_memory=True))
         self.patched = set(patches)
         return sorted(self.patched)
 
@@ -95,6 +107,33 @@ class WorkerModel:
                 output = self.handle.run(own_forward, **moved)
             return _map_tensors(output, lambda tensor: tensor.cpu())
 
+    def _assign(self) -> None:
+        """Point every parameter and buffer at this rank's part of its arena tensor, on the rank's device."""
+        for name, whole in self.weights.items():
+            owner_path, _, attribute = name.rpartition(".")
+            owner = self.module.get_submodule(owner_path)
+            part = self._part(name, whole)
+            if attribute in owner._parameters:
+                held = None if part is None else nn.Parameter(part, requires_grad=False)
+                owner._parameters[attribute] = held
+            else:
+                owner._buffers[attribute] = part
+
+    def _part(self, name: str, whole: torch.Tensor, *, own_memory: bool = False) -> torch.Tensor | None:
+        """Return what this rank holds of a tensor, on its device; None if another rank holds all of it."""
+        if self.shards is None or name not in self.shards.parts:
+            return whole.to(self.device)
+        part = self.shards.take(name, whole)
+        if part is None:
+            return None
+        if own_memory:  # a view would keep the whole weight on the device
+            return part.clone(memory_format=torch.contiguous_format)
+        return part.to(self.device).contiguous()
+
+    def _set(self, name: str, part: torch.Tensor | None) -> None:
+        if part is not None:
+            comfy.utils.set_attr_param(self.module, name, part)
+
     def _patched_weight(self, name: str, entries: list[tuple]) -> torch.Tensor:
         key = PREFIX + name
         weight = self.weights[name]
@@ -118,8 +157,16 @@ def _build(description: Mapping[str, Any]) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _assign(module: nn.Module, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Point every parameter and buffer at its arena tensor, then move what is not on ``device``."""
+def _tensor_parallel(module: nn.Module, plan: ModelPlan, layout: RankLayout) -> TensorParallelHandle | None:
+    group = layout.tensor_group
+    if group is None:
+        return None
+    degree, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    return TensorParallelHandle(TensorShards(module, plan, degree=degree, rank=rank), group)
+
+
+def _check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Check that the arena holds exactly the tensors of the model that was built."""
     expected = named_tensors(module)
     if expected.keys() != weights.keys():
         raise ValueError(
@@ -130,13 +177,6 @@ def _assign(module: nn.Module, weights: Mapping[str, torch.Tensor], device: torc
             raise ValueError(
                 f"{name} was built {tuple(expected[name].shape)}, received {tuple(tensor.shape)}"
             )
-        owner_path, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(owner_path)
-        if attribute in owner._parameters:
-            owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
-        else:
-            owner._buffers[attribute] = tensor
-    module.to(device)
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -4,7 +4,7 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 """
 
 from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh
-from .parallelize import ParallelHandle, install_sequence, parallelize
+from .parallelize import ParallelHandle, install_parallel, parallelize
 from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
 from .tensor_parallel import TensorParallelHandle
@@ -22,7 +22,7 @@ __all__ = [
     "build_mesh",
     "check_plan",
     "head_count",
-    "install_sequence",
+    "install_parallel",
     "largest_rank_bytes",
     "parallelize",
     "validate_model",

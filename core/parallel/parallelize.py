@@ -58,22 +58,34 @@ def parallelize(
     if tensor_group is not None:
         degree, rank = dist.get_world_size(tensor_group), dist.get_rank(tensor_group)
         tensor = TensorParallelHandle(TensorShards(model, plan, degree=degree, rank=rank), tensor_group)
-    handle = install_sequence(model, plan, group)
+    handle = install_parallel(model, plan, group=group, tensor=tensor)
     if tensor is not None:
-        tensor.install()
         tensor.cut_weights()
-        handle.tensor = tensor
     return handle
 
 
-def install_sequence(
-    model: nn.Module, plan: ModelPlan, group: SequenceGroup | dist.ProcessGroup | None
+def install_parallel(
+    model: nn.Module,
+    plan: ModelPlan,
+    *,
+    group: SequenceGroup | dist.ProcessGroup | None,
+    tensor: TensorParallelHandle | None,
 ) -> ParallelHandle:
-    """Do the part of ``parallelize`` that cuts sequences; ``group`` None leaves them whole.
+    """Do what ``parallelize`` does, except for the weights: the caller gives the model its part of them.
 
     Raises:
         PlanError: If the plan does not fit the model, or the model is parallel already.
     """
+    handle = _install_sequence(model, plan, group)
+    if tensor is not None:
+        tensor.install()
+        handle.tensor = tensor
+    return handle
+
+
+def _install_sequence(
+    model: nn.Module, plan: ModelPlan, group: SequenceGroup | dist.ProcessGroup | None
+) -> ParallelHandle:
     if group is None:
         return ParallelHandle(plan, None)
     actions = check_plan(model, plan)

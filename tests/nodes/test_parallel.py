@@ -59,9 +59,10 @@ def validate(monkeypatch):
 def test_schema():
     schema = node().define_schema()
     schema.validate()
-    # Last and optional: workflows and prompts saved before it existed do not bring it.
-    assert [entry.id for entry in schema.inputs] == ["model", *FITS, "ring_degree"]
-    assert schema.inputs[-1].optional
+    # Last and optional: workflows and prompts saved before they existed do not bring them.
+    optional = ["ring_degree", "tensor_parallel_degree"]
+    assert [entry.id for entry in schema.inputs] == ["model", *FITS, *optional]
+    assert all(entry.optional for entry in schema.inputs[-2:])
     assert all(entry.tooltip for entry in schema.inputs)
     assert node().GET_SCHEMA().node_id == "FerryParallelModel"
 
@@ -75,6 +76,8 @@ def test_schema():
         {"gpus": 1, "cfg_degree": 1, "ulysses_degree": 1},
         FITS | {"gpus": 8, "ring_degree": 2},
         FITS | {"gpus": 8, "ring_degree": ["1", 1]},
+        FITS | {"gpus": 8, "tensor_parallel_degree": 2},
+        FITS | {"gpus": 8, "ring_degree": 1, "tensor_parallel_degree": ["1", 1]},
     ],
 )
 def test_what_fits_is_accepted(validate, values):
@@ -91,6 +94,8 @@ def test_what_fits_is_accepted(validate, values):
         ({"cfg_degree": 0}, "cfg_degree=0 was asked"),
         ({"ulysses_degree": -1}, "ulysses_degree=-1 was asked"),
         ({"ulysses_degree": 3}, "Set gpus to 6, or change a degree"),
+        ({"tensor_parallel_degree": 2}, "Set gpus to 8, or change a degree"),
+        ({"tensor_parallel_degree": 0}, "tensor_parallel_degree=0 was asked"),
         ({"gpus": "many"}, "many"),
         ({"gpus": None}, "gpus"),
         ({"gpus": True, "cfg_degree": 3}, "Set gpus to 6, or change a degree"),

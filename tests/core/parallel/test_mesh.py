@@ -87,3 +87,20 @@ def test_a_rank_alone_with_its_sequence_has_no_group() -> None:
 def test_mesh_refuses_degrees_that_do_not_fit_the_ranks() -> None:
     with pytest.raises(AssertionError, match="RequestError"):
         run_ranks(_layout, 2, ParallelDims(ulysses=3))
+
+
+def _tensor_ranks(dims: ParallelDims) -> tuple[list[int] | None, list[int] | None, bool]:
+    layout = build_mesh(dims)
+    sequence = layout.sequence_group and layout.sequence_group.whole
+    groups = [group and dist.get_process_group_ranks(group) for group in (layout.tensor_group, sequence)]
+    return groups[0], groups[1], layout.speaks
+
+
+def test_ranks_that_share_weights_hold_the_same_part_of_the_sequence() -> None:
+    """One rank of each conditioning branch sends the output back."""
+    seen = run_ranks(_tensor_ranks, 8, ParallelDims(cfg=2, tp=2, ulysses=2))
+    tensor = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    sequence = [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
+    speaks = [rank in (0, 4) for rank in range(8)]
+    assert seen == list(zip(tensor, sequence, speaks, strict=True))
+    assert run_ranks(_tensor_ranks, 2, ParallelDims(tp=2)) == [([0, 1], None, True), ([0, 1], None, False)]
