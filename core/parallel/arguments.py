@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+
+from ..errors import PlanError
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -19,21 +21,40 @@ class ArgumentSlot:
     Args:
         name: Its name.
         position: Its index among positional arguments, or None if it is passed by name only.
+        item: Which item of it, if it is a tuple or list of several values, or None for all of it.
     """
 
     name: str
     position: int | None
+    item: int | None = None
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the value passed, or None if the call leaves it out."""
+        """Return the value passed, or None if the call leaves it out.
+
+        Raises:
+            PlanError: If an item is meant, and the value has no such item.
+        """
+        value = None
         if self.name in kwargs:
-            return kwargs[self.name]
-        if self.position is not None and self.position < len(args):
-            return args[self.position]
-        return None
+            value = kwargs[self.name]
+        elif self.position is not None and self.position < len(args):
+            value = args[self.position]
+        if self.item is None or value is None:
+            return value
+        if not isinstance(value, tuple | list) or self.item >= len(value):
+            raise PlanError(
+                f"the plan expects {self.name!r} to be a tuple of more than {self.item} values, "
+                f"got {type(value).__name__}"
+            )
+        return value[self.item]
 
     def replace(self, args: tuple, kwargs: dict[str, Any], value: Any) -> tuple[tuple, dict[str, Any]]:
         """Return the call's arguments with the value replaced; the argument must have been passed."""
+        if self.item is not None:
+            whole = replace(self, item=None)
+            items = list(whole.read(args, kwargs))
+            items[self.item] = value
+            return whole.replace(args, kwargs, tuple(items))
         if self.name in kwargs:
             return args, {**kwargs, self.name: value}
         assert self.position is not None
@@ -53,11 +74,15 @@ def named_slots(signature: inspect.Signature) -> dict[str, ArgumentSlot]:
 def find_slot(signature: inspect.Signature, name: str) -> ArgumentSlot | None:
     """Return the slot of a plan's argument, or None if the signature cannot take it.
 
-    ``args[0]`` is the first of ``*args``; with ``**kwargs`` any other name can be taken.
+    ``pair[0]`` is the first item of the argument ``pair``, ``args[0]`` the first of ``*args``; with
+    ``**kwargs`` any other name can be taken.
     """
     slots = named_slots(signature)
     if name in slots:
         return slots[name]
+    item = re.fullmatch(r"(\w+)\[(\d+)\]", name)
+    if item and item[1] in slots:
+        return replace(slots[item[1]], item=int(item[2]))
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     match = re.fullmatch(r"args\[(\d+)\]", name)
     if match and inspect.Parameter.VAR_POSITIONAL in kinds:

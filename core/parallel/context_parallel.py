@@ -6,6 +6,8 @@ Shapes: ``B`` batch, ``S`` tokens of the whole sequence, ``C`` channels; a rank'
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from .collectives import all_gather
 from .forward_state import ForwardState
 from .plan import (
     Absent,
+    ExpandRowsThenShard,
     ExpandThenShard,
     Gather,
     InputAction,
@@ -64,7 +67,8 @@ class ContextParallelHook(ModuleHook):
             if local is not value:
                 args, kwargs = slot.replace(args, kwargs, local)
         if self.actions.attention:
-            with state.attention_roles(self.actions.attention, self.actions.path):
+            options = self.actions.options.read(args, kwargs) if self.actions.options else None
+            with state.attention_roles(self.actions.attention, self.actions.path, options):
                 output = forward(*args, **kwargs)
         else:
             output = forward(*args, **kwargs)
@@ -81,12 +85,23 @@ class ContextParallelHook(ModuleHook):
         slots = [slot for _, slot in self.actions.inputs]
         unknown = [f"args[{i}]" for i in range(len(args)) if i not in {slot.position for slot in slots}]
         unknown += sorted(kwargs.keys() - {slot.name for slot in slots})
+        for slot in {dataclasses.replace(slot, item=None) for slot in slots if slot.item is not None}:
+            named = {other.item for other in slots if other.name == slot.name}
+            unknown += [
+                f"{slot.name}[{item}]"
+                for item in range(len(slot.read(args, kwargs) or ()))
+                if item not in named
+            ]
         if unknown:
             raise PlanError(f"{self.actions.path} was called with {unknown}, which the plan does not name")
 
 
-def gather(action: Gather, output: torch.Tensor, state: ForwardState) -> torch.Tensor:
+def gather(action: Gather, output: Any, state: ForwardState) -> Any:
     """Return whole streams ``[B, S, C]`` from each rank's ``[B, carried, C]``, and close the region."""
+    if action.item is not None:
+        items = list(output)
+        items[action.item] = gather(dataclasses.replace(action, item=None), items[action.item], state)
+        return tuple(items)
     streams = state.streams(action.streams)
     local = drop_phantoms(output, streams, action.dim)
     whole = all_gather(local.movedim(action.dim, 0), joint_sizes(streams), group=state.group.whole)
@@ -153,6 +168,20 @@ def _(action: ExpandThenShard, value: Any, state: ForwardState) -> torch.Tensor:
         return tensor.index_select(action.dim, tokens // run)
 
     return state.shard_once((stream, action.dim, "expanded"), tensor, expand)
+
+
+@localize.register
+def _(action: ExpandRowsThenShard, value: Any, state: ForwardState) -> Any:
+    def expand() -> Any:
+        rows = getattr(value, action.rows)
+        local = localize(ExpandThenShard(action.argument, action.stream), rows, state)
+        changes = {action.rows: local, action.run_length: 1, action.num_rows: local.shape[1]}
+        copied = copy.copy(value)
+        for name, changed in changes.items():
+            setattr(copied, name, changed)
+        return copied
+
+    return state.shard_once((action.stream, "rows"), value, expand)
 
 
 @localize.register

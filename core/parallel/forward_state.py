@@ -7,20 +7,27 @@ on shapes and arguments that are the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import PlanError
 from .attention.local import AttentionFunction, parse_call
 from .attention.masks import MaskMemo
+from .attention.sharded_keys import sharded_keys_attention
 from .attention.unified import sequence_attention
 from .mesh import SequenceGroup
-from .plan import AttentionRole, ControlResiduals, LocalAttention, MaskKeys, SelfAttention
+from .plan import (
+    AttentionRole,
+    ControlResiduals,
+    LocalAttention,
+    MaskKeys,
+    SelfAttention,
+    ShardedKeysAttention,
+)
 from .sequence import Stream, Streams, drop_phantoms, joint_sizes, restore_phantoms, split_sizes, take
 
 
@@ -34,10 +41,12 @@ class _RoleScope:
     @property
     def counted(self) -> bool:
         """Whether there must be one call for each role; any number may need no communication."""
-        return any(isinstance(role, SelfAttention) for role in self.roles)
+        return any(not isinstance(role, LocalAttention) for role in self.roles)
 
     def next_role(self) -> AttentionRole:
         """Return the role of the next call; calls that are too many are refused at the end."""
+        if not self.roles:
+            raise PlanError("a module made an attention call although an option says that it makes none")
         role = self.roles[min(self.num_calls, len(self.roles) - 1)]
         self.num_calls += 1
         return role
@@ -56,7 +65,7 @@ class ForwardState:
         self.num_ranks = dist.get_world_size(group.whole)
         self._open: dict[str, Stream] = {}
         self._roles: list[_RoleScope] = []
-        self._shards: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._shards: dict[tuple, tuple[Any, Any]] = {}
         self._masks = MaskMemo(group.whole)
         self._control: tuple[ControlResiduals, dict[str, Any]] | None = None
 
@@ -107,7 +116,7 @@ class ForwardState:
         if self._open:
             raise PlanError(f"the model returned with streams {list(self._open)} still sharded")
 
-    def shard_once(self, key: tuple, source: torch.Tensor, shard: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def shard_once(self, key: tuple, source: Any, shard: Callable[[], Any]) -> Any:
         """Return ``shard()``, computed once in a forward for the same source and key.
 
         Blocks receive the same position table again and again. The source is kept, so its id stays
@@ -119,22 +128,32 @@ class ForwardState:
         return self._shards[whole_key][1]
 
     @contextmanager
-    def attention_roles(self, roles: tuple[AttentionRole, ...], path: str) -> Iterator[None]:
+    def attention_roles(
+        self, roles: tuple[AttentionRole, ...], path: str, options: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
         """Give attention calls inside the block these roles, one after the other.
+
+        Args:
+            roles: The roles.
+            path: Path of the module, for messages.
+            options: The ``transformer_options`` that the module gets, if any.
 
         Raises:
             PlanError: If a self-attention did not come through exactly once: the model would have
                 attended to this rank's tokens only.
         """
-        scope = _RoleScope(roles)
+        given = options or {}
+        skipped = [isinstance(role, SelfAttention) and bool(given.get(role.unless_option)) for role in roles]
+        scope = _RoleScope(tuple(role for role, skip in zip(roles, skipped, strict=True) if not skip))
         self._roles.append(scope)
         try:
             yield
         finally:
             self._roles.pop()
-        if scope.counted and scope.num_calls != len(roles):
+        if (scope.counted or any(skipped)) and scope.num_calls != len(scope.roles):
             raise PlanError(
-                f"{path} made {scope.num_calls} attention calls through the override, expected {len(roles)}. "
+                f"{path} made {scope.num_calls} attention calls through the override, "
+                f"expected {len(scope.roles)}. "
                 "Pass ParallelHandle.attention_override to the model as its attention override."
             )
 
@@ -156,6 +175,9 @@ class ForwardState:
             return function(*tensors, heads, *args, **kwargs)
         streams = self.streams(role.streams)
         call = parse_call(function, tensors, heads, args, kwargs)
+        if isinstance(role, ShardedKeysAttention):
+            k, v = (drop_phantoms(tensor, streams, 2) for tensor in (call.k, call.v))
+            return call.as_asked(sharded_keys_attention(replace(call, k=k, v=v), group=self.group.whole))
         mask = call.mask
         if mask is not None and role.mask is MaskKeys.WHOLE:
             mask = self._masks.from_whole(mask, streams)

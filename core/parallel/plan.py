@@ -33,6 +33,7 @@ class InputAction:
     Args:
         argument: Name in the module's ``forward``; the call may pass it by position or by name. In a
             forward with ``*args``, ``args[0]`` is the first of those; one with ``**kwargs`` takes any name.
+            Of an argument that is a tuple, ``pair[0]`` is the first item; then every item must be named.
         optional: Whether some supported version of the class has no such argument. A missing
             argument that is not optional is an error, never skipped.
     """
@@ -75,6 +76,25 @@ class ExpandThenShard(InputAction):
 
     stream: str
     dim: int = 1
+
+
+@dataclass(frozen=True)
+class ExpandRowsThenShard(InputAction):
+    """As ``ExpandThenShard``, for an object that holds such a tensor and knows what a row stands for.
+
+    A copy of the object is passed on, with one row for each of this rank's tokens (or one for all).
+
+    Args:
+        stream: The stream that the rows cover.
+        rows: Attribute that holds the tensor, ``[B, F, C]``.
+        run_length: Attribute that holds the tokens for each row; becomes 1.
+        num_rows: Attribute that holds ``F``.
+    """
+
+    stream: str
+    rows: str
+    run_length: str
+    num_rows: str
 
 
 @dataclass(frozen=True)
@@ -140,10 +160,18 @@ class MaskKeys(enum.Enum):
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """Exactly one attention over all tokens of the streams, whose local order is given, runs inside."""
+    """Exactly one attention over all tokens of the streams, whose local order is given, runs inside.
+
+    Args:
+        streams: The streams.
+        mask: What a mask covers.
+        unless_option: Entry of ``transformer_options`` with which, if it is true, the module makes no
+            attention call at all.
+    """
 
     streams: tuple[str, ...]
     mask: MaskKeys = MaskKeys.WHOLE
+    unless_option: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,7 +179,18 @@ class LocalAttention:
     """Attention of this rank's queries over keys that every rank has whole; needs no communication."""
 
 
-AttentionRole = SelfAttention | LocalAttention
+@dataclass(frozen=True)
+class ShardedKeysAttention:
+    """Exactly one attention of queries that every rank has whole, over keys that are sharded, runs inside.
+
+    Args:
+        streams: The streams that the keys are made of. A mask is refused.
+    """
+
+    streams: tuple[str, ...]
+
+
+AttentionRole = SelfAttention | LocalAttention | ShardedKeysAttention
 
 
 def roles_of(attention: AttentionRole | tuple[AttentionRole, ...] | None) -> tuple[AttentionRole, ...]:
@@ -169,11 +208,13 @@ class Gather:
         streams: Streams of the output, in the order of its tokens.
         discard: Streams of the region that the model needs no more.
         dim: Token dim of the output.
+        item: Which item of the output, if it is a tuple of several tensors; the others are kept.
     """
 
     streams: tuple[str, ...]
     discard: tuple[str, ...] = ()
     dim: int = 1
+    item: int | None = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +269,8 @@ class ModelPlan:
     Args:
         name: For people.
         class_path: Dotted path of the exact class; subclasses need plans of their own.
-        heads: Path of the attribute that holds the number of attention heads.
+        heads: Path of the attribute that holds the number of attention heads; with wildcards for the
+            modules, if modules differ: the fewest count.
         rules: In the order in which they apply.
         methods: Parallel methods proven by the shared parity tester.
         control: How ControlNet residuals enter, or None if the class reads none.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -18,6 +17,7 @@ from .conditions import applies
 from .mesh import ParallelDims, input_name
 from .plan import (
     AttentionRole,
+    ExpandRowsThenShard,
     ExpandThenShard,
     Gather,
     InputAction,
@@ -30,6 +30,7 @@ from .plan import (
     ParallelMethod,
     SelfAttention,
     Shard,
+    ShardedKeysAttention,
     Split,
     Truncate,
     roles_of,
@@ -44,12 +45,14 @@ class ModuleActions:
     Args:
         path: Full path of the module, for messages.
         module: The module.
+        options: Where the module gets ``transformer_options``, if it does.
     """
 
     path: str
     module: nn.Module
     inputs: list[tuple[InputAction, ArgumentSlot]] = field(default_factory=list)
     attention: tuple[AttentionRole, ...] = ()
+    options: ArgumentSlot | None = None
     gather: Gather | None = None
 
 
@@ -85,19 +88,19 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> list[ModuleActions]:
 
 
 def head_count(plan: ModelPlan, model: nn.Module) -> int:
-    """Return the model's number of attention heads.
+    """Return the model's number of attention heads, the fewest if its modules differ.
 
     Raises:
         PlanError: If the plan's path to it does not resolve.
     """
-    value: Any = model
-    for part in plan.heads.split("."):
-        value = getattr(value, part, None)
-    if not isinstance(value, int):
+    path, _, attribute = plan.heads.rpartition(".")
+    counts = [getattr(module, attribute, None) for _, module in find_modules(model, path)]
+    numbers = [count for count in counts if isinstance(count, int)]
+    if len(numbers) < len(counts):
         raise PlanError(
             f"the plan {plan.name!r}: {plan.heads!r} is no number of heads in {type(model).__name__}"
         )
-    return value
+    return min(numbers)
 
 
 def validate_model(plan: ModelPlan, model: nn.Module, dims: ParallelDims) -> None:
@@ -144,7 +147,7 @@ def _check_streams(plan: ModelPlan) -> None:
         used.update(_streams_of(action))
     for rule in plan.rules:
         for role in roles_of(rule.attention):
-            used.update(role.streams if isinstance(role, SelfAttention) else ())
+            used.update(role.streams if isinstance(role, SelfAttention | ShardedKeysAttention) else ())
         if rule.gather is not None:
             closed.update(rule.gather.streams, rule.gather.discard)
     for streams, problem in (
@@ -165,7 +168,9 @@ def _streams_of(action: InputAction) -> tuple[str, ...]:
         return action.streams
     if isinstance(action, LocalSlices):
         return (action.stream,) if action.after is None else (action.stream, action.after)
-    return (action.stream,) if isinstance(action, Split | ExpandThenShard | LocalIndex | LocalRanges) else ()
+    if isinstance(action, Split | ExpandThenShard | ExpandRowsThenShard | LocalIndex | LocalRanges):
+        return (action.stream,)
+    return ()
 
 
 def _add_rule(actions: ModuleActions, rule: ModuleRule) -> None:
@@ -181,13 +186,14 @@ def _add_rule(actions: ModuleActions, rule: ModuleRule) -> None:
                 f"{type(actions.module).__name__}.forward has {sorted(slots)}"
             )
     actions.attention = roles_of(rule.attention) or actions.attention
+    actions.options = slots.get("transformer_options")
     actions.gather = rule.gather or actions.gather
 
 
 def _check_every_argument(plan: ModelPlan, path: str, actions: ModuleActions) -> None:
     if not actions.inputs:
         return
-    named = {action.argument for action, _ in actions.inputs}
+    named = {slot.name for _, slot in actions.inputs}
     # What comes by *args and **kwargs is seen in the call only (``check_call``).
     missing = [name for name in named_slots(signature_of(actions.module)) if name not in named]
     if missing:

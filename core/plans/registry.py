@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from ..errors import RequestError
 from ..parallel.plan import ModelPlan
-from . import flux, hunyuan_video, qwen_image, stable_diffusion_3, wan, z_image
+from . import (
+    flux,
+    hunyuan_video,
+    lightricks,
+    qwen_image,
+    stable_diffusion_3,
+    stable_diffusion_xl,
+    wan,
+    z_image,
+)
 
 PLANS: tuple[ModelPlan, ...] = (
     flux.PLAN,
@@ -13,6 +22,9 @@ PLANS: tuple[ModelPlan, ...] = (
     z_image.PLAN,
     stable_diffusion_3.PLAN,
     hunyuan_video.PLAN,
+    lightricks.VIDEO_PLAN,
+    lightricks.AUDIO_VIDEO_PLAN,
+    stable_diffusion_xl.PLAN,
 )
 
 

@@ -123,12 +123,12 @@ def model_report(model: nn.Module, plan: ModelPlan, inputs: Inputs) -> CaseRepor
     return CaseReport(errors, same(before, inputs), same(run_alone(model, inputs), references[0]), left)
 
 
-def plan_error(name: str, plan: ModelPlan) -> float | str | None:
+def plan_error(name: str, plan: ModelPlan, changes: Inputs) -> float | str | None:
     """Return the error of a case under another plan on two ranks, or the message that refused it.
 
     None on the pool's other ranks.
     """
-    return _error_under(plan, CASES[name].build(), CASES[name].inputs())
+    return _error_under(plan, CASES[name].build(), CASES[name].inputs() | changes)
 
 
 def _error_under(plan: ModelPlan, model: nn.Module, inputs: Inputs) -> float | str | None:

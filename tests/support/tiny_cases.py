@@ -12,16 +12,22 @@ from .tiny_models import (
     Inputs,
     build_flux,
     build_hunyuan,
+    build_ltxav,
+    build_ltxv,
     build_qwen,
     build_sd3,
+    build_sdxl,
     build_wan,
     build_z_image,
     flux2_call,
     flux_call,
     hunyuan_call,
+    ltxav_call,
+    ltxv_call,
     noise,
     qwen_call,
     sd3_call,
+    sdxl_call,
     wan_call,
     z_image_call,
 )
@@ -203,4 +209,53 @@ HUNYUAN_CASES = {
     ),
 }
 
-CASES: dict[str, TinyCase] = FLUX_CASES | QWEN_CASES | WAN_CASES | Z_IMAGE_CASES | SD3_CASES | HUNYUAN_CASES
+# A mask over frames gives each frame a timestep of its own; a mask over pixels, each token.
+_FRAME_TIMES = torch.tensor([0.0, 0.5, 0.7]).repeat_interleave(20)[None]
+_TOKEN_TIMES = 0.7 * (noise(1, 60) > 0)
+_TEXT_MASK = torch.tensor([[1] * 7 + [0] * 4])
+# The last frame is a guide at another time; a tenth of its tokens is dropped.
+_GUIDE: Inputs = {"keyframe_idxs": 8.0 * noise(1, 3, 20, 2).abs(), "denoise_mask": torch.ones(1, 1, 3, 5, 4)}
+_GUIDE["denoise_mask"][0, 0, 2, 0, :2] = -1.0
+
+LTX_CASES = {
+    "ltxv, text mask, batch 2": TinyCase(
+        build_ltxv, lambda: ltxv_call(batch=2, attention_mask=_TEXT_MASK.repeat(2, 1))
+    ),
+    "ltxv token times": TinyCase(build_ltxv, lambda: ltxv_call(timestep=_TOKEN_TIMES)),
+    "ltxv guide": TinyCase(build_ltxv, lambda: ltxv_call(timestep=_TOKEN_TIMES, **_GUIDE), newer_only=True),
+    "ltx2": TinyCase(build_ltxav, ltxav_call, newer_only=True),
+    "ltx2 frame times, batch 2": TinyCase(
+        lambda: build_ltxav(cross_attention_adaln=True),
+        lambda: ltxav_call(batch=2, timestep=_FRAME_TIMES.repeat(2, 1)),
+        newer_only=True,
+    ),
+    "ltx2 token times, perturbed attention": TinyCase(
+        build_ltxav,
+        lambda: ltxav_call(
+            timestep=_TOKEN_TIMES,
+            denoise_mask=_TOKEN_TIMES.reshape(1, 1, 3, 5, 4) / 0.7,
+            transformer_options={"stg_self_attn_blocks": (1,)},
+        ),
+        newer_only=True,
+    ),
+    "ltx2 video alone": TinyCase(build_ltxav, lambda: ltxav_call(x=[noise(1, 8, 3, 5, 4)]), newer_only=True),
+}
+
+
+def _unet_control() -> Inputs:
+    """Residuals of all three lists; the model takes them from the ends."""
+    return {
+        "middle": [noise(1, 96, 3, 4)], "input": [None, noise(1, 64, 5, 7)],
+        "output": [None, None, noise(1, 64, 5, 7), noise(1, 96, 3, 4)],
+    }  # fmt: skip
+
+
+SDXL_CASES = {
+    "sdxl": TinyCase(build_sdxl, sdxl_call),
+    "sdxl batch 2": TinyCase(build_sdxl, lambda: sdxl_call(batch=2, x=noise(2, 4, 8, 8))),
+    "sdxl control": TinyCase(build_sdxl, lambda: sdxl_call(control=_unet_control())),
+}
+
+CASES: dict[str, TinyCase] = (
+    FLUX_CASES | QWEN_CASES | WAN_CASES | Z_IMAGE_CASES | SD3_CASES | HUNYUAN_CASES | LTX_CASES | SDXL_CASES
+)

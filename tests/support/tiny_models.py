@@ -108,6 +108,47 @@ def build_hunyuan(**changes: Any) -> nn.Module:
     return finish(HunyuanVideo, config | changes)
 
 
+def build_ltxv(**changes: Any) -> nn.Module:
+    """Return an LTX-Video."""
+    from comfy.ldm.lightricks.model import LTXVModel
+
+    config: Inputs = {
+        "in_channels": 8, "cross_attention_dim": 48, "attention_head_dim": 16, "num_attention_heads": 3,
+        "caption_channels": 40, "num_layers": 2,
+    }  # fmt: skip
+    return finish(LTXVModel, config | changes)
+
+
+def build_ltxav(**changes: Any) -> nn.Module:
+    """Return an LTX-2: video and audio."""
+    from comfy.ldm.lightricks.av_model import LTXAVModel
+
+    config: Inputs = {
+        "in_channels": 8, "audio_in_channels": 128, "cross_attention_dim": 48,
+        "audio_cross_attention_dim": 24, "attention_head_dim": 16, "audio_attention_head_dim": 8,
+        "num_attention_heads": 3, "audio_num_attention_heads": 3, "caption_channels": 40, "num_layers": 2,
+        "rope_type": "split", "apply_gated_attention": True, "connector_num_attention_heads": 2,
+        "connector_attention_head_dim": 20, "audio_connector_num_attention_heads": 2,
+        "audio_connector_attention_head_dim": 20, "connector_num_layers": 1,
+    }  # fmt: skip
+    return finish(LTXAVModel, config | changes)
+
+
+def build_sdxl() -> nn.Module:
+    """Return an SDXL UNet: attention at two of three levels, with two and three heads."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    config: Inputs = {
+        "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32,
+        "num_res_blocks": [1] * 3, "channel_mult": (1, 2, 3), "num_head_channels": 32,
+        "use_spatial_transformer": True, "transformer_depth": [0, 1, 2],
+        "transformer_depth_output": [0, 0, 1, 1, 2, 2], "transformer_depth_middle": 2, "context_dim": 40,
+        "use_linear_in_transformer": True, "adm_in_channels": 24, "num_classes": "sequential",
+        "use_checkpoint": False, "legacy": False,
+    }  # fmt: skip
+    return finish(UNetModel, config)
+
+
 def finish(cls: type[nn.Module], config: Inputs) -> nn.Module:
     """Return ``cls(**config)`` on the CPU in fp32 with random weights."""
     import comfy.ops
@@ -127,7 +168,7 @@ def randomize(model: nn.Module, gain: float = 1.4) -> nn.Module:
             parameter.copy_(1 + 0.2 * values)
         elif parameter.ndim == 1:
             parameter.copy_(0.3 * values)
-        elif parameter.ndim == 3:  # modulation tables
+        elif parameter.ndim == 3 or "table" in name:  # modulation tables
             parameter.copy_(0.7 * values)
         elif "pad_token" in name:
             parameter.copy_(0.7 * values)
@@ -197,6 +238,34 @@ def hunyuan_call(*, text: int = 11, batch: int = 1, **more: Any) -> Inputs:
     inputs = {
         "x": noise(batch, 9, 3, 5, 4), "timestep": torch.full((batch,), 700.0),
         "context": noise(batch, text, 40),
+    }  # fmt: skip
+    return inputs | more
+
+
+def ltxv_call(*, text: int = 11, batch: int = 1, **more: Any) -> Inputs:
+    """Return an LTX-Video call: 3 frames of 20 tokens."""
+    inputs = {
+        "x": noise(batch, 8, 3, 5, 4), "timestep": torch.full((batch, 1), 0.7),
+        "context": noise(batch, text, 40), "attention_mask": None,
+    }  # fmt: skip
+    return inputs | more
+
+
+def ltxav_call(*, text: int = 11, batch: int = 1, audio: int = 6, **more: Any) -> Inputs:
+    """Return an LTX-2 call: 3 frames of 20 video tokens, and audio tokens."""
+    inputs = {
+        "x": [noise(batch, 8, 3, 5, 4), noise(batch, 8, audio, 16)],
+        "timestep": torch.full((batch, 1), 0.7), "a_timestep": torch.full((batch, 1), 0.7),
+        "context": noise(batch, text, 80), "attention_mask": None,
+    }  # fmt: skip
+    return inputs | more
+
+
+def sdxl_call(*, text: int = 11, batch: int = 1, **more: Any) -> Inputs:
+    """Return an SDXL call: 35 tokens at the second level, 12 at the third."""
+    inputs = {
+        "x": noise(batch, 4, 10, 13), "timesteps": torch.full((batch,), 700.0),
+        "context": noise(batch, text, 40), "y": noise(batch, 24),
     }  # fmt: skip
     return inputs | more
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.parallel.arguments import find_slot, named_slots, slot_of
 
 
@@ -38,3 +40,15 @@ def test_a_plan_names_what_comes_by_star_arguments() -> None:
     fixed = inspect.signature(lambda first, second: None)
     assert find_slot(fixed, "args[0]") is None
     assert find_slot(fixed, "mask") is None
+
+
+def test_an_item_of_an_argument() -> None:
+    slot = find_slot(SIGNATURE, "second[1]")
+    assert slot is not None
+    assert (slot.name, slot.item) == ("second", 1)
+    assert slot.read((1, ("a", "b")), {}) == "b"
+    assert slot.read((1,), {}) is None
+    assert slot.replace((1, ("a", "b")), {}, "c") == ((1, ("a", "c")), {})
+    assert slot.replace((1,), {"second": ["a", "b"]}, "c") == ((1,), {"second": ("a", "c")})
+    with pytest.raises(PlanError, match="'second' to be a tuple of more than 1 values, got int"):
+        slot.read((1, 2), {})

@@ -13,6 +13,7 @@ from comfyui_ferry.core.parallel.context_parallel import gather, localize
 from comfyui_ferry.core.parallel.forward_state import ForwardState
 from comfyui_ferry.core.parallel.plan import (
     Absent,
+    ExpandRowsThenShard,
     ExpandThenShard,
     Gather,
     InputAction,
@@ -20,6 +21,9 @@ from comfyui_ferry.core.parallel.plan import (
     LocalIndex,
     LocalRanges,
     LocalSlices,
+    ModelPlan,
+    ModuleRule,
+    ParallelMethod,
     Replicated,
     Shard,
     Split,
@@ -29,6 +33,7 @@ from ferry_support.parity import TOLERANCE, relative_error, world_group, world_s
 from ferry_support.ranks import run_ranks
 from ferry_support.tiny_models import noise
 from ferry_support.toy_model import IMAGE, PLAN, TEXT, WIDTH, build_toy, toy_call
+from torch import nn
 
 TOTAL = TEXT + IMAGE
 CALLS = {
@@ -171,6 +176,76 @@ def test_gather_joins_in_canonical_order_and_closes_the_region() -> None:
 
     for joined in run_ranks(body, 3):
         assert torch.equal(joined, whole)
+
+
+class FrameRows:
+    """An object that holds one row for each frame."""
+
+    __slots__ = ("count", "rows", "run")
+
+    def __init__(self, rows: torch.Tensor, run: int) -> None:
+        self.rows, self.run, self.count = rows, run, rows.shape[1]
+
+
+@pytest.mark.parametrize(("num_rows", "run"), [(3, 2), (6, 1), (1, 6), (1, 1)])
+def test_rows_held_by_an_object(num_rows: int, run: int) -> None:
+    held = FrameRows(torch.arange(float(num_rows)).view(1, -1, 1), run)
+    action = ExpandRowsThenShard("x", "i", rows="rows", run_length="run", num_rows="count")
+
+    def body() -> list[float]:
+        state = ForwardState(world_sequence())
+        state.open("i", 6)
+        local = localize(action, held, state)
+        assert localize(action, held, state) is local
+        assert (local.run, local.count) == (1, local.rows.shape[1])
+        assert (held.run, held.count) == (run, num_rows)
+        return local.rows.flatten().tolist()
+
+    whole = torch.arange(float(num_rows)).repeat_interleave(run).tolist()
+    expected = [[0.0], [0.0]] if num_rows == 1 else [whole[:3], whole[3:]]
+    assert run_ranks(body, 2) == expected
+
+
+class PairBlock(nn.Module):
+    def forward(self, pair: tuple) -> tuple:
+        return tuple(2 * value for value in pair)
+
+
+class PairModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.block = 1, PairBlock()
+
+    def forward(self, *pair: torch.Tensor) -> tuple:
+        return self.block(pair)
+
+
+def pair_plan(*inputs: InputAction) -> ModelPlan:
+    rule = ModuleRule("block", inputs=inputs, gather=Gather(("i",), item=0))
+    path = f"{PairModel.__module__}.PairModel"
+    return ModelPlan("Pair", path, heads="heads", rules=(rule,), methods=frozenset(ParallelMethod))
+
+
+def test_items_of_a_tuple_are_cut_and_gathered_apart() -> None:
+    def body() -> list[list[float]]:
+        model = PairModel()
+        handle = parallelize(
+            model, pair_plan(Split("pair[0]", "i"), Replicated("pair[1]")), group=world_group()
+        )
+        return [value.flatten().tolist() for value in handle.run(model, ROWS, ROWS[:, :2])]
+
+    expected = [(2 * ROWS).flatten().tolist(), [0.0, 2.0]]
+    assert run_ranks(body, 2) == [expected, expected]
+
+
+def test_an_item_that_the_plan_does_not_name_is_refused() -> None:
+    def body() -> None:
+        model = PairModel()
+        handle = parallelize(model, pair_plan(Split("pair[0]", "i")), group=world_group())
+        with pytest.raises(PlanError, match=r"called with \['pair\[1\]'\], which the plan does not name"):
+            handle.run(model, ROWS, ROWS)
+
+    run_ranks(body, 1)
 
 
 def test_errors_name_the_module_and_the_argument() -> None:

@@ -73,6 +73,27 @@ def test_self_attention_must_come_through_exactly_once() -> None:
     on_one_rank(body)
 
 
+def test_an_option_that_skips_the_attention() -> None:
+    q, role = noise(1, 5, 12), SelfAttention(("image",), unless_option="skip")
+
+    def body(state: ForwardState) -> None:
+        state.open("image", 5)
+        with state.attention_roles((role,), "blocks.3", {"skip": True}):
+            pass
+        with (
+            pytest.raises(PlanError, match="although an option says that it makes none"),
+            state.attention_roles((role,), "blocks.3", {"skip": True}),
+        ):
+            state.attend(attention, (q, q, q), 3, (), {})
+        with (
+            pytest.raises(PlanError, match=r"made 0 attention calls .* expected 1"),
+            state.attention_roles((role,), "blocks.3", {"skip": False}),
+        ):
+            pass
+
+    on_one_rank(body)
+
+
 def test_several_calls_take_their_roles_in_order() -> None:
     q = noise(1, 5, 12)
     roles = (SelfAttention(("text", "image")), SelfAttention(("image",)))

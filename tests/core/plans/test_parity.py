@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.parallel import ModelPlan, ParallelDims, check_plan, parallelize
 from comfyui_ferry.core.parallel.attention import lse, ring
 from comfyui_ferry.core.parallel.plan import InputAction, Replicated
@@ -21,7 +20,6 @@ from ferry_support.parity import (
     run_alone,
     run_parallel,
     sequence_group,
-    world_group,
 )
 from ferry_support.rank_pool import RankPool
 from ferry_support.ranks import run_ranks
@@ -29,7 +27,12 @@ from ferry_support.tiny_cases import CASES
 from ferry_support.tiny_models import (
     Inputs,
     build_flux,
+    build_hunyuan,
+    build_ltxv,
     build_qwen,
+    build_sd3,
+    build_wan,
+    build_z_image,
     flux_call,
     is_newer_comfyui,
     noise,
@@ -72,8 +75,8 @@ def prepare(name: str) -> Prepared:
 @pytest.fixture(scope="module")
 def pool():
     """Four ranks for all cases."""
-    for name in ("flux1-dev", "qwen", "wan t2v", "z-image", "sd3.5-large", "hunyuan-1.5"):
-        prepare(name)  # imports, once instead of in every rank
+    for build in (build_flux, build_qwen, build_wan, build_z_image, build_sd3, build_hunyuan, build_ltxv):
+        build()  # imports, once instead of in every rank
     ranks = RankPool(4)
     yield ranks
     ranks.close()
@@ -140,9 +143,9 @@ def test_the_plan_resolves(name: str) -> None:
     check_plan(model.to("meta"), plan)
 
 
-def broken_error(pool: RankPool, name: str, plan: ModelPlan) -> float | str:
+def broken_error(pool: RankPool, name: str, plan: ModelPlan, changes: Inputs | None = None) -> float | str:
     """Return the error of a case under a wrong plan, or the message with which it was refused."""
-    return pool.call("ferry_support.parity:plan_error", name, plan)[1]
+    return pool.call("ferry_support.parity:plan_error", name, plan, changes or {})[1]
 
 
 def left_whole(plan: ModelPlan, argument: str) -> ModelPlan:
@@ -163,18 +166,22 @@ def test_the_second_attention_of_sd3_medium_is_over_the_image_alone(pool: RankPo
     assert isinstance(error, str)
 
 
-@pytest.mark.parametrize("argument", ["guiding_frame_index", "ref_latent"])
-def test_hunyuan_refuses_what_its_plan_does_not_cover(argument: str) -> None:
-    model, plan, inputs, _ = prepare("hunyuan-1.0 short text")
-    values = {"guiding_frame_index": torch.zeros(1), "ref_latent": noise(1, 9, 1, 5, 4)}
-
-    def body() -> str:
-        handle = parallelize(model, plan, group=world_group())
-        with pytest.raises(PlanError) as caught:
-            run_parallel(model, handle, inputs | {argument: values[argument]})
-        return str(caught.value)
-
-    assert all(message for message in run_ranks(body, 2))
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hunyuan-1.0 short text", {"guiding_frame_index": torch.zeros(1)}),
+        ("hunyuan-1.0 short text", {"ref_latent": noise(1, 9, 1, 5, 4)}),
+        # A guide that is attended to at half strength.
+        ("ltxv guide", {"guide_attention_entries": [{"pre_filter_count": 20, "strength": 0.5}]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_what_a_plan_does_not_cover_is_refused(pool: RankPool, name: str, changes: Inputs) -> None:
+    model, plan = model_and_plan(name)
+    run_alone(model, CASES[name].inputs() | changes)
+    error = broken_error(pool, name, plan, changes)
+    assert isinstance(error, str)
+    assert "not supported in parallel" in error or "should have" in error
 
 
 @pytest.mark.parametrize("broken", ["_Transfer.wait", "PartialAttention.merge"])
@@ -207,6 +214,11 @@ def test_a_broken_ring_is_seen_by_the_tester(name: str, broken: str) -> None:
         ("z-image references", "timestep_zero_index"),
         ("sd3.5-medium batch 2", "args[0]"),
         ("hunyuan-1.5", "pe"),
+        ("ltxv token times", "timestep"),
+        ("ltx2", "v_pe[0]"),
+        ("ltx2", "v_cross_pe[0]"),
+        ("ltx2 frame times, batch 2", "v_timestep"),
+        ("ltx2 token times, perturbed attention", "v_cross_gate_timestep"),
     ],
 )
 def test_an_argument_left_whole_is_seen_by_the_tester(pool: RankPool, name: str, argument: str) -> None:
@@ -244,6 +256,9 @@ def test_uncut_residuals_are_seen_by_the_tester(pool: RankPool) -> None:
         ("hunyuan-1.5 text mask", "attention_mask"),
         ("hunyuan-1.5 text mask", "control"),
         ("hunyuan-1.5 guiding frame", "guiding_frame_index"),
+        ("ltxv, text mask, batch 2", "attention_mask"),
+        ("ltx2 token times, perturbed attention", "transformer_options"),
+        ("sdxl control", "control"),
     ],
 )
 def test_the_special_input_of_a_case_changes_its_output(name: str, argument: str) -> None:
@@ -251,7 +266,10 @@ def test_the_special_input_of_a_case_changes_its_output(name: str, argument: str
     model, _, inputs, reference = prepare(name)
     if name.startswith("qwen text mask") and not is_newer_comfyui():
         pytest.skip("0.3.75 ignores Qwen's text mask")
-    del inputs[argument]
+    if name.startswith("ltxv"):
+        inputs[argument] = None
+    else:
+        del inputs[argument]
     if argument == "reference_latent":
         inputs["timestep"] = inputs["timestep"][:, 1:]
     if argument == "clip_fea" and name.startswith("wan"):
