@@ -25,14 +25,15 @@ from ..training import (
     OffloadSettings,
     OutOfPlace,
     SampleSource,
+    Training,
     TrainingConfig,
     check_same_output,
     draw_batches,
     find_blocks,
     select_targets,
-    train,
 )
 from .lora_files import check_prefix, save_lora, verify_lora
+from .modulation import ModulationAhead, modulation_plan
 from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
 from .training import ComfyProcess
 from .training_inputs import read_samples
@@ -178,12 +179,20 @@ class PreparedModel:
             bar.update_absolute(step, config.steps)
             _show_text(f"step {step}/{config.steps}  loss {loss:.5f}", node_id)
 
+        def before_micro_step() -> None:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            if ahead is not None:
+                ahead.before_micro_step()
+
         callbacks = Callbacks(
-            before_micro_step=comfy.model_management.throw_exception_if_processing_interrupted,
+            before_micro_step=before_micro_step,
             after_backward=self.manager.after_backward if self.manager else Callbacks().after_backward,
             after_step=report,
         )
-        return train(process, samples, self.adapters, config, device=device, callbacks=callbacks)
+        training = Training(process, samples, self.adapters, config, device=device, callbacks=callbacks)
+        cache = self.manager.modulation_cache if self.manager else None
+        ahead = ModulationAhead(cache, process, training.coming_batches) if cache else None
+        return training.run()
 
     def rewrite(self, process: ComfyProcess, samples: Sequence[SampleSource], *, seed: int) -> None:
         """Install the out-of-place methods, and prove that they compute the same."""
@@ -229,6 +238,7 @@ def prepared_model(patcher: Any, request: TrainingRequest) -> Iterator[PreparedM
                 patcher.load_device,
                 enable_optimizer_cpu_offload=request.offload.optimizer_on_cpu,
                 cpu_offload_split_threshold=request.offload.split_threshold_mb,
+                modulation=modulation_plan(denoiser, limit_mb=request.offload.modulation_cache_mb),
             )
             stack.callback(manager.remove)
         rewriting = OutOfPlace(denoiser)

@@ -7,6 +7,7 @@ about its conditioning from its own ``extra_conds``, as in sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_patcher
@@ -36,6 +37,19 @@ def check_noise_model(model: Any) -> None:
             limit="It maps a picture to a picture in one step; there is no noise to learn from",
             way_out="Use a diffusion or flow model",
         )
+
+
+@dataclass(frozen=True)
+class CaptionGroup:
+    """Rows of a batch whose captions have one shape, so that they run in one call.
+
+    Attributes:
+        rows: Their indices.
+        conds: The model's own arguments of each.
+    """
+
+    rows: list[int]
+    conds: list[dict[str, Any]]
 
 
 class ComfyProcess:
@@ -70,24 +84,30 @@ class ComfyProcess:
 
     def denoise(self, noisy: Tensor, sigma: Tensor, conditions: Sequence[Caption]) -> Tensor:
         """Return the predicted clean samples; captions of different shapes run as separate batches."""
-        with torch.no_grad():
-            conds = [
-                self._model_conds(noisy[index : index + 1], caption)
-                for index, caption in enumerate(conditions)
-            ]
-        groups: list[list[int]] = []
-        for index, cond in enumerate(conds):
-            group = next((group for group in groups if _same_shape(conds[group[0]], cond)), None)
-            if group is None:
-                groups.append([index])
-            else:
-                group.append(index)
-        outputs: list[Tensor | None] = [None] * len(conds)
-        for group in groups:
-            output = self._apply(noisy[group], sigma[group], [conds[index] for index in group])
-            for row, index in enumerate(group):
+        outputs: list[Tensor | None] = [None] * len(conditions)
+        for group in self.groups(noisy, conditions):
+            output = self.run_group(group, noisy, sigma)
+            for row, index in enumerate(group.rows):
                 outputs[index] = output[row : row + 1]
         return torch.cat([output for output in outputs if output is not None])
+
+    @torch.no_grad()
+    def groups(self, noisy: Tensor, conditions: Sequence[Caption]) -> list[CaptionGroup]:
+        """Return the calls that a batch takes."""
+        groups: list[CaptionGroup] = []
+        for index, caption in enumerate(conditions):
+            cond = self._model_conds(noisy[index : index + 1], caption)
+            group = next((group for group in groups if _same_shape(group.conds[0], cond)), None)
+            if group is None:
+                groups.append(CaptionGroup([index], [cond]))
+            else:
+                group.rows.append(index)
+                group.conds.append(cond)
+        return groups
+
+    def run_group(self, group: CaptionGroup, noisy: Tensor, sigma: Tensor) -> Tensor:
+        """Return the predicted clean samples of one call, from the batch's ``noisy`` and ``sigma``."""
+        return self._apply(noisy[group.rows], sigma[group.rows], group.conds)
 
     def _model_conds(self, noisy: Tensor, caption: Caption) -> dict[str, Any]:
         """Return one caption as the model's own arguments (pooled output, guidance, references)."""

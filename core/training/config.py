@@ -112,15 +112,19 @@ class OffloadSettings:
         optimizer_on_cpu: Keep the adapters and the optimizer's state in host memory as well.
         split_threshold_mb: Modules of at most this many MB (2**20 bytes) move as one; None moves
             single layers.
+        modulation_cache_mb: Device memory, in MB (2**20 bytes), for outputs of frozen modulation layers,
+            which are computed for several steps at once instead of being streamed; 0 streams them.
     """
 
     enabled: bool = True
     optimizer_on_cpu: bool = False
     split_threshold_mb: float | None = None
+    modulation_cache_mb: float = 128.0
 
     def __post_init__(self) -> None:
         if self.split_threshold_mb is not None:
             _positive("split_threshold_mb", self.split_threshold_mb)
+        _not_negative("modulation_cache_mb", self.modulation_cache_mb)
         if self.optimizer_on_cpu and not self.enabled:
             raise RequestError(
                 "optimizer_on_cpu=True was asked with offload off",

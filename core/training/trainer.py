@@ -11,7 +11,7 @@ have given without the stop, on the same machine and software.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,7 @@ class Training:
         self.step = 0
         self.losses: list[float] = []
         self._attempt = 0
+        self._micro = 0
         self._stopped = False
         buckets = [sample.shape for sample in samples]
         self._order = SampleOrder(buckets, batch_size=config.batch_size, seed=config.seed)
@@ -151,10 +152,10 @@ class Training:
         """Add up the gradients of a step and return its mean loss, or what is wrong with it."""
         total = 0.0
         for micro in range(self.config.accumulation_steps):
+            self._micro = micro
             self.callbacks.before_micro_step()
             micro_step = self._attempt * self.config.accumulation_steps + micro
-            chosen = [self.samples[index] for index in self._order.indices(micro_step)]
-            for index, batch in enumerate(draw_batches(chosen, seed=self.config.seed, micro_step=micro_step)):
+            for index, batch in enumerate(self._batches(micro_step)):
                 seed = micro_step, index
                 loss = self._loss(batch, seed)
                 value = float(loss.detach())
@@ -167,6 +168,17 @@ class Training:
                 self.callbacks.after_backward()
                 total += value
         return total, None
+
+    def coming_batches(self) -> Iterator[list[Batch]]:
+        """Yield the batches of every micro-step from the present one on, as far as no step is skipped."""
+        accumulation = self.config.accumulation_steps
+        first = self._attempt * accumulation + self._micro
+        last = (self._attempt + self.config.steps - self.step) * accumulation
+        return (self._batches(micro_step) for micro_step in range(first, last))
+
+    def _batches(self, micro_step: int) -> list[Batch]:
+        chosen = [self.samples[index] for index in self._order.indices(micro_step)]
+        return draw_batches(chosen, seed=self.config.seed, micro_step=micro_step)
 
     def _loss(self, batch: Batch, seed: tuple[int, int]) -> Tensor:
         """Return the batch's share of the step's mean loss, with its graph."""
