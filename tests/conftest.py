@@ -70,6 +70,7 @@ def pytest_report_header() -> str:
     return f"ComfyUI: {COMFYUI or 'none (tests marked comfy are skipped)'}"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
