@@ -70,16 +70,11 @@ def pytest_report_header() -> str:
     return f"ComfyUI: {COMFYUI or 'none (tests marked comfy are skipped)'}"
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    # For `-n 2 --dist loadgroup`: a file stays on one process, as its module fixtures expect, and all
-    # end-to-end tests on one, first, since they are the longest and share what they build.
+    # The longest first: shared out over several processes (`-n 2 --dist loadfile`) they would end last.
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
-    for item in items:
-        group = "e2e" if item.get_closest_marker("e2e") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
 
     gpus = torch.cuda.device_count() if GPU_MODE and torch.cuda.is_available() else 0
     rules = [

@@ -8,6 +8,7 @@ pictures ``input/ferry_style/*.png`` that the demo's LoRA learns.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -49,22 +50,29 @@ def ensure_checkpoint(root: Path, comfyui: Path) -> Path:
         subprocess.CalledProcessError: If the training failed; it has said why on stderr.
     """
     folder = checkpoint_folder(root)
-    if not folder.is_dir():
-        command = [
-            sys.executable,
-            "-m",
-            "support.tiny_checkpoint",
-            "--comfyui",
-            str(comfyui),
-            "--root",
-            str(root),
-        ]
-        tests = Path(__file__).resolve().parent.parent.parent
-        # Thousands of tiny operations: a second thread gains little on a quiet machine, and on a busy one
-        # each operation waits for whichever thread was put aside (4 times slower).
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, cwd=tests, timeout=_LIMIT_S, env=environment)
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second waits for the first one's files
+        if not folder.is_dir():
+            _make_in_a_process(root, comfyui)
     return folder
+
+
+def _make_in_a_process(root: Path, comfyui: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "support.tiny_checkpoint",
+        "--comfyui",
+        str(comfyui),
+        "--root",
+        str(root),
+    ]
+    tests = Path(__file__).resolve().parent.parent.parent
+    # Thousands of tiny operations: a second thread gains little on a quiet machine, and on a busy one
+    # each operation waits for whichever thread was put aside (4 times slower).
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=tests, timeout=_LIMIT_S, env=environment)
 
 
 def link_checkpoint(folder: Path, base: Path) -> None:
