@@ -28,12 +28,46 @@ from ..parallel.plan import (
     ShardedKeysAttention,
     Split,
 )
+from ..parallel.tensor_plan import (
+    ColumnParallel,
+    LocalArgument,
+    LocalAttribute,
+    NormAcrossRanks,
+    RowParallel,
+    TensorPlan,
+    TensorRule,
+    Unit,
+)
 
-_METHODS = frozenset({ParallelMethod.CFG, ParallelMethod.RING, ParallelMethod.ULYSSES})
 # With the option a block passes its values on instead of attending.
 _VIDEO_ATTENTION = SelfAttention(("video",), unless_option="stg_skip_self_attn")
 # Newer models have it; their position table is a pair of a table and a flag.
 _NEWER = "/split_positional_embedding"
+
+
+def _attention_rules(path: str, heads: str, tables: tuple[str, ...] = ()) -> tuple[TensorRule, ...]:
+    """Return the rules for one attention; query and key are normalized over all heads together.
+
+    Args:
+        path: Path of the attention.
+        heads: Its heads.
+        tables: Arguments that hold positions, with other numbers for each head.
+    """
+    return (
+        *(ColumnParallel(f"{path}.{name}", parts=(heads,)) for name in ("to_q", "to_k", "to_v")),
+        # A factor for each head; LTX-Video has none.
+        ColumnParallel(f"{path}.to_gate_logits", having="weight", parts=(f"{heads}, gates",), optional=True),
+        RowParallel(f"{path}.to_out.0", parts=(heads,)),
+        *(NormAcrossRanks(f"{path}.{name}", parts=(heads,)) for name in ("q_norm", "k_norm")),
+        LocalAttribute(path, name="heads", unit=heads),
+        *(LocalArgument(path, argument=name, unit=heads, dim=2, having=_NEWER) for name in tables),
+        *(LocalArgument(path, argument=name, unit=heads, dim=3, lacking=_NEWER) for name in tables),
+    )
+
+
+def _feed_forward_rules(path: str, unit: str) -> tuple[TensorRule, ...]:
+    return (ColumnParallel(f"{path}.net.0.proj", parts=(unit,)), RowParallel(f"{path}.net.2", parts=(unit,)))
+
 
 VIDEO_PLAN = ModelPlan(
     name="LTX-Video",
@@ -62,7 +96,19 @@ VIDEO_PLAN = ModelPlan(
         ModuleRule("transformer_blocks.*.attn2", attention=LocalAttention()),
         ModuleRule("transformer_blocks.-1", gather=Gather(("video",))),
     ),
-    methods=_METHODS,
+    methods=frozenset(ParallelMethod),
+    tensor=TensorPlan(
+        units=(
+            Unit("heads", channels="inner_dim", count="transformer_blocks.0.attn1.heads"),
+            Unit("mlp", channels="transformer_blocks.0.ff.net.2.in_features"),
+        ),
+        rules=(
+            *_attention_rules("transformer_blocks.*.attn1", "heads", tables=("pe",)),
+            *_attention_rules("transformer_blocks.*.attn2", "heads"),
+            *_feed_forward_rules("transformer_blocks.*.ff", "mlp"),
+            # Modulation in the blocks is a table of numbers, which stays whole.
+        ),
+    ),
 )
 
 
@@ -108,5 +154,31 @@ AUDIO_VIDEO_PLAN = ModelPlan(
         ModuleRule("transformer_blocks.*.video_to_audio_attn", attention=ShardedKeysAttention(("video",))),
         ModuleRule("transformer_blocks.-1", gather=Gather(("video",), item=0)),
     ),
-    methods=_METHODS,
+    methods=frozenset(ParallelMethod),
+    tensor=TensorPlan(
+        units=(
+            Unit("heads", channels="inner_dim", count="num_attention_heads"),
+            Unit("heads, gates", channels="num_attention_heads", count="num_attention_heads"),
+            Unit("audio heads", channels="audio_inner_dim", count="audio_num_attention_heads"),
+            Unit(
+                "audio heads, gates", channels="audio_num_attention_heads", count="audio_num_attention_heads"
+            ),
+            Unit("mlp", channels="transformer_blocks.0.ff.net.2.in_features"),
+            Unit("audio mlp", channels="transformer_blocks.0.audio_ff.net.2.in_features"),
+        ),
+        rules=(
+            *_attention_rules("transformer_blocks.*.attn1", "heads", tables=("pe",)),
+            *_attention_rules("transformer_blocks.*.attn2", "heads"),
+            *_attention_rules("transformer_blocks.*.audio_attn1", "audio heads", tables=("pe",)),
+            *_attention_rules("transformer_blocks.*.audio_attn2", "audio heads"),
+            *_attention_rules(
+                "transformer_blocks.*.audio_to_video_attn", "audio heads", tables=("pe", "k_pe")
+            ),
+            *_attention_rules(
+                "transformer_blocks.*.video_to_audio_attn", "audio heads", tables=("pe", "k_pe")
+            ),
+            *_feed_forward_rules("transformer_blocks.*.ff", "mlp"),
+            *_feed_forward_rules("transformer_blocks.*.audio_ff", "audio mlp"),
+        ),
+    ),
 )

@@ -23,6 +23,21 @@ from ..parallel.plan import (
     SelfAttention,
     Split,
 )
+from ..parallel.tensor_plan import (
+    ColumnParallel,
+    LocalAttribute,
+    RowParallel,
+    TensorPlan,
+    TensorRule,
+    Unit,
+)
+
+# Where attention stacks can be: levels differ in channels and heads, so each has units of its own.
+_STACKS = (
+    *(f"input_blocks.{index}.1" for index in range(12)),
+    "middle_block.1",
+    *(f"output_blocks.{index}.1" for index in range(12)),
+)
 
 
 def _stack_rules(stack: str) -> tuple[ModuleRule, ...]:
@@ -40,6 +55,36 @@ def _stack_rules(stack: str) -> tuple[ModuleRule, ...]:
     )
 
 
+def _stack_units(stack: str) -> tuple[Unit, ...]:
+    first = f"{stack}.transformer_blocks.0"
+    return (
+        Unit(
+            f"heads of {stack}",
+            channels=f"{first}.attn1.to_q.out_features",
+            count=f"{first}.n_heads",
+            optional=True,
+        ),
+        Unit(f"mlp of {stack}", channels=f"{first}.ff.net.2.in_features", optional=True),
+    )
+
+
+def _tensor_rules(stack: str) -> tuple[TensorRule, ...]:
+    blocks, heads, mlp = f"{stack}.transformer_blocks.*", (f"heads of {stack}",), f"mlp of {stack}"
+    attentions = tuple(f"{blocks}.{name}" for name in ("attn1", "attn2"))
+    return (
+        *(
+            ColumnParallel(f"{attention}.{name}", parts=heads, optional=True)
+            for attention in attentions
+            for name in ("to_q", "to_k", "to_v")
+        ),
+        *(RowParallel(f"{attention}.to_out.0", parts=heads, optional=True) for attention in attentions),
+        *(LocalAttribute(attention, name="heads", unit=heads[0], optional=True) for attention in attentions),
+        # Values and their gates in one layer.
+        ColumnParallel(f"{blocks}.ff.net.0.proj", parts=(mlp, mlp), optional=True),
+        RowParallel(f"{blocks}.ff.net.2", parts=(mlp,), optional=True),
+    )
+
+
 PLAN = ModelPlan(
     name="Stable Diffusion XL",
     class_path="comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel",
@@ -50,8 +95,12 @@ PLAN = ModelPlan(
         *_stack_rules("middle_block.*"),
         *_stack_rules("output_blocks.*.*"),
     ),
-    methods=frozenset({ParallelMethod.CFG, ParallelMethod.RING, ParallelMethod.ULYSSES}),
+    methods=frozenset(ParallelMethod),
     whole_sequence_patches=frozenset(
         {"emb_patch", "input_block_patch", "input_block_patch_after_skip", "output_block_patch"}
+    ),
+    tensor=TensorPlan(
+        units=tuple(unit for stack in _STACKS for unit in _stack_units(stack)),
+        rules=tuple(rule for stack in _STACKS for rule in _tensor_rules(stack)),
     ),
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from comfyui_ferry.core.errors import RequestError
 from comfyui_ferry.core.module_hooks import hook_names
 from comfyui_ferry.core.parallel import (
     ModelPlan,
@@ -19,6 +20,7 @@ from comfyui_ferry.core.parallel import (
     SequenceGroup,
     build_mesh,
     parallelize,
+    validate_model,
 )
 from comfyui_ferry.core.parallel.plan import LocalAttention, ModuleRule, SelfAttention, roles_of
 from comfyui_ferry.core.plans import find_plan
@@ -102,18 +104,22 @@ def case_report(name: str) -> CaseReport:
 def model_report(model: nn.Module, plan: ModelPlan, inputs: Inputs) -> CaseReport:
     """Run one rank of the tester.
 
-    The forward runs twice in each layout, so that nothing of one call may leak into the next, and once
-    more after the last ``remove()``. CFG branches get different prompts.
+    The forward runs twice on two ranks, so that nothing of one call may leak into the next, and once more
+    after the last ``remove()``. CFG branches get different prompts.
     """
     branches = [inputs, inputs | {"context": -inputs["context"]}]
     before = copied(inputs)
     references = [run_alone(model, branch) for branch in branches]
     errors: dict[ParallelDims, float] = {}
     for dims, layout in pool_layouts().items():
-        if dist.get_rank() >= dims.world_size or layout.sequence_group is None:
+        if dist.get_rank() >= dims.world_size or not fits(model, plan, dims):
             continue
-        handle = parallelize(model, plan, group=layout.sequence_group)
-        outputs = [run_parallel(model, handle, branches[layout.cfg_branch]) for _ in range(2)]
+        groups = {"group": layout.sequence_group, "tensor_group": layout.tensor_group}
+        handle = parallelize(model, plan, **groups)
+        outputs = [
+            run_parallel(model, handle, branches[layout.cfg_branch])
+            for _ in range(2 if dims.world_size == 2 else 1)
+        ]
         handle.remove()
         reference = references[layout.cfg_branch]
         errors[dims] = max(relative_error(output, reference) for output in outputs)
@@ -148,8 +154,8 @@ def _error_under(plan: ModelPlan, model: nn.Module, inputs: Inputs) -> float | s
 def pool_layouts() -> dict[ParallelDims, RankLayout]:
     """Return this rank's place in every layout of 2, 3, ... ranks; collective over all, the first time.
 
-    By Ulysses, by Ring and by every hybrid. Of four ranks also the first two and three by themselves, and
-    two CFG branches of two.
+    By Ulysses, by Ring and by every hybrid. Of four ranks also the first two and three by themselves, as
+    well by tensor parallel, and the products of two methods.
     """
     world_size = dist.get_world_size()
     layouts: dict[ParallelDims, RankLayout] = {}
@@ -158,11 +164,29 @@ def pool_layouts() -> dict[ParallelDims, RankLayout]:
         assert isinstance(group, dist.ProcessGroup) or dist.get_rank() >= size
         layouts[ParallelDims(ulysses=size)] = RankLayout(0, SequenceGroup(group, ring=None, ulysses=group))
         layouts[ParallelDims(ring=size)] = RankLayout(0, SequenceGroup(group, ring=group, ulysses=None))
+        layouts[ParallelDims(tp=size)] = RankLayout(0, None, group)
     layouts |= {dims: build_mesh(dims) for dims in layouts_of(world_size)}
     if world_size == 4:
-        dims = ParallelDims(cfg=2, ulysses=2)
-        layouts[dims] = build_mesh(dims)
+        layouts |= {dims: build_mesh(dims) for dims in _PRODUCTS}
     return layouts
+
+
+_PRODUCTS = (ParallelDims(cfg=2, ulysses=2), ParallelDims(tp=2, ulysses=2), ParallelDims(tp=2, ring=2))
+
+
+def fits(model: nn.Module, plan: ModelPlan, dims: ParallelDims) -> bool:
+    """Return whether the model has as many heads as tensor parallel ranks; any other degree is exact."""
+    try:
+        validate_model(plan, model, ParallelDims(tp=dims.tp))
+    except RequestError:
+        return False
+    return True
+
+
+def pool_dims() -> list[ParallelDims]:
+    """Return the layouts of a pool of four ranks."""
+    tensor = [ParallelDims(tp=2), ParallelDims(tp=3)]
+    return [*layouts_of(2), *layouts_of(3), *layouts_of(4), *tensor, *_PRODUCTS]
 
 
 @dataclass(frozen=True)

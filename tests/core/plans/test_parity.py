@@ -13,9 +13,11 @@ from comfyui_ferry.core.parallel.plan import InputAction, Replicated
 from ferry_support.parity import (
     TOLERANCE,
     CaseReport,
+    fits,
     layouts_of,
     model_report,
     plan_of,
+    pool_dims,
     relative_error,
     run_alone,
     run_parallel,
@@ -96,18 +98,15 @@ def check(reports: list[CaseReport], layouts: Iterable[ParallelDims]) -> dict[Pa
     return worst
 
 
-LAYOUTS = [*layouts_of(2), *layouts_of(3), *layouts_of(4), ParallelDims(cfg=2, ulysses=2)]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_rank(pool: RankPool, name: str) -> None:
-    """Ulysses, Ring, both with four ranks, and two CFG branches of two ranks.
+    """Every method and product on two, three and four ranks.
 
     Tokens and heads are uneven everywhere; with four ranks and three heads one rank has none.
     """
-    skip_if_missing(name)
+    model, plan = model_and_plan(name)
     reports = pool.call("ferry_support.parity:case_report", name)
-    check(reports, LAYOUTS)
+    check(reports, [dims for dims in pool_dims() if fits(model, plan, dims)])
     broken = reports[1].without_exchange
     # A key mask made from this rank's tokens fits its own attention; a whole mask does not.
     if isinstance(broken, str):
