@@ -79,9 +79,10 @@ class RowParallel(TensorRule):
 
 @dataclass(frozen=True)
 class GatheredColumn(TensorRule):
-    """A Linear cut by output channels whose whole output every rank needs: modulation.
+    """A Linear or Embedding cut by output channels whose whole output every rank needs.
 
-    It works on a vector for each sample, so the output is small and the weight is what counts.
+    For modulation, which works on a vector for each sample, and for tables of words: the output is small,
+    and the weight is what counts.
     """
 
 

@@ -157,14 +157,14 @@ class TensorShards:
         entry.rule = rule
         _check_parameters(entry)
         if isinstance(rule, GatheredColumn):
-            self._cut(entry, rule, runs(_weight(entry).shape[0], self.degree))
+            self._cut(entry, rule, runs(_weight(entry).shape[_weight_dim(entry)], self.degree))
         else:
             assert isinstance(rule, ColumnParallel | RowParallel | EmbeddingColumn | NormAcrossRanks)
             self._cut(entry, rule, *(self.units[name] for name in rule.parts))
 
     def _cut(self, entry: ShardedModule, rule: TensorRule, *shares: UnitShares) -> None:
         """Note the part of every parameter of a module, and the sizes that it has as attributes."""
-        weight_dim = 1 if isinstance(rule, RowParallel | EmbeddingColumn) else 0
+        weight_dim = _weight_dim(entry)
         size = _weight(entry).shape[weight_dim]
         expected = sum(share.total_channels for share in shares)
         if size != expected:
@@ -178,7 +178,7 @@ class TensorShards:
                 self.parts[f"{entry.path}.bias"] = TensorPart(0, size, weight_part.ranges)
             elif self.rank > 0:
                 self.parts[f"{entry.path}.bias"] = TensorPart(0, _weight(entry).shape[0], ())
-        sizes = _size_attributes(rule, weight_part.local_size)
+        sizes = _size_attributes(entry, weight_part.local_size)
         entry.attributes |= {name: size for name, size in sizes.items() if hasattr(entry.module, name)}
 
 
@@ -226,10 +226,16 @@ def _check_parameters(entry: ShardedModule) -> None:
         raise PlanError(f"{entry.path} holds {unknown} besides its weight, which no rule cuts")
 
 
-def _size_attributes(rule: TensorRule, size: int) -> dict[str, Any]:
+def _weight_dim(entry: ShardedModule) -> int:
+    """Return which dim of the weight is cut: of a Linear the outputs, except for a row-parallel one."""
+    return int(isinstance(entry.rule, RowParallel) or isinstance(entry.module, nn.Embedding))
+
+
+def _size_attributes(entry: ShardedModule, size: int) -> dict[str, Any]:
+    rule = entry.rule
     if isinstance(rule, RowParallel):
         return {"in_features": size}
-    if isinstance(rule, EmbeddingColumn):
+    if isinstance(entry.module, nn.Embedding):
         return {"embedding_dim": size}
     if isinstance(rule, NormAcrossRanks):
         return {"normalized_shape": (size,)}

@@ -11,6 +11,7 @@ from . import (
     qwen_image,
     stable_diffusion_3,
     stable_diffusion_xl,
+    text_encoders,
     wan,
     z_image,
 )
@@ -26,6 +27,28 @@ PLANS: tuple[ModelPlan, ...] = (
     lightricks.AUDIO_VIDEO_PLAN,
     stable_diffusion_xl.PLAN,
 )
+
+TEXT_ENCODER_PLANS: tuple[ModelPlan, ...] = text_encoders.PLANS
+
+
+def find_text_encoder_plan(class_path: str) -> ModelPlan:
+    """Return the plan of exactly this text encoder class.
+
+    Args:
+        class_path: For example ``comfy.text_encoders.t5.T5``.
+
+    Raises:
+        RequestError: If there is none; the message lists the classes that have one.
+    """
+    for plan in TEXT_ENCODER_PLANS:
+        if plan.class_path == class_path:
+            return plan
+    supported = ", ".join(f"{plan.name} ({plan.class_path})" for plan in TEXT_ENCODER_PLANS)
+    raise RequestError(
+        f"sharing the weights of the text encoder {class_path} was asked",
+        limit=f"Text encoders with a plan are {supported}",
+        way_out="Encode on one GPU",
+    )
 
 
 def find_plan(class_path: str) -> ModelPlan:

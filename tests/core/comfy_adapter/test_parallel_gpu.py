@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.comfy, pytest.mark.multigpu, pytest.mark.timeout(240)]
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 RING_2 = {"gpus": 2, "cfg_degree": 1, "ulysses_degree": 1, "ring_degree": 2}
 
+TENSOR_2 = {"gpus": 2, "cfg_degree": 1, "ulysses_degree": 1, "tensor_parallel_degree": 2}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def close_at_the_end():
@@ -24,7 +26,9 @@ def close_at_the_end():
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("degrees", [ULYSSES_2, CFG_2, RING_2], ids=["ulysses", "cfg", "ring"])
+@pytest.mark.parametrize(
+    "degrees", [ULYSSES_2, CFG_2, RING_2, TENSOR_2], ids=["ulysses", "cfg", "ring", "tensor"]
+)
 def test_two_gpus_equal_one(degrees, dtype):
     """All families on one warm pair of workers, with and without a LoRA, twice."""
     for kind in ("flux", "qwen", "wan"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from comfyui_ferry.core.parallel import ParallelDims
 from ferry_support.parity import CaseErrors, layouts_of
-from ferry_support.ranks import run_named_ranks
+from ferry_support.ranks import run_named_ranks, run_ranks
+from ferry_support.tensor_parity import named_tensor_errors
 from ferry_support.tiny_cases import CASES
 from ferry_support.tiny_models import is_newer_comfyui
 
@@ -62,6 +63,25 @@ def test_nccl_on_four_gpus_equals_one_rank(dims: ParallelDims) -> None:
     names = case_names()
     results = run_named_ranks("ferry_support.parity:named_case_errors", 4, names, torch.bfloat16, dims)
     check(results, names, LIMITS[torch.bfloat16])
+
+
+@pytest.mark.comfy
+@pytest.mark.multigpu
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_nccl_with_shared_weights_equals_one_rank(dtype: torch.dtype) -> None:
+    names, dims = case_names(), ParallelDims(tp=2)
+    results = run_named_ranks("ferry_support.tensor_parity:named_tensor_errors", 2, names, dtype, dims)
+    for rank, errors in enumerate(results):
+        assert list(errors) == names
+        assert max(errors.values()) <= LIMITS[dtype], (rank, errors)
+
+
+@pytest.mark.comfy
+def test_gloo_with_shared_weights_in_bf16() -> None:
+    """The code of the test above; partial sums are rounded on each rank before they are added."""
+    names = ["flux2-klein", "qwen text mask, batch 2", "wan ti2v", "z-image"]
+    results = run_ranks(named_tensor_errors, 2, names, torch.bfloat16, ParallelDims(tp=2))
+    assert max(max(errors.values()) for errors in results) <= LIMITS[torch.bfloat16], results
 
 
 @pytest.mark.comfy
