@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import stat
 
@@ -47,6 +48,7 @@ def test_if_one_process_cannot_be_started_the_others_are_ended(monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(launcher.subprocess, "Popen", popen)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="no more processes"):
         launcher.launch(cpu_spec(2))
