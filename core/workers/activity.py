@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import Enum
+from io import FileIO
 from pathlib import Path
 
 # Of one core. A loop that polls with short sleeps stays below the first; the second is for all other
@@ -57,6 +58,7 @@ class ProcessActivity:
     def __init__(self, pid: int, root: Path = Path("/proc")) -> None:
         self._pid = pid
         self._root = root
+        self._main = _open(self._task(pid))
         self._main_ticks: int | None = None
         self._other_ticks: dict[str, int] = {}
         self._quiet_looks = 0
@@ -66,23 +68,27 @@ class ProcessActivity:
 
         Only a process whose main thread is quiet costs more than one small file.
         """
-        activity = self._look(elapsed_s)
-        self._quiet_looks = self._quiet_looks + 1 if activity is Activity.QUIET else 0
-        return activity
-
-    def _look(self, elapsed_s: float) -> Activity:
-        main = _read(self._task(self._pid))
+        main = None if self._main is None else _read(self._main)
         if main is None or main.state in "ZX":
             return Activity.GONE
         if main.state == "T":
             return Activity.STOPPED
         used = 0 if self._main_ticks is None else main.ticks - self._main_ticks
         self._main_ticks = main.ticks
+        self._quiet_looks += 1
         if used >= _MAIN_SHARE * elapsed_s * _TICKS_PER_S:
+            self._quiet_looks = 0
             return Activity.BUSY
         if main.state != "S":  # runnable, on a disk, or held by a debugger
+            self._quiet_looks = 0
             return Activity.WAITING
         return self._look_at_others(elapsed_s)
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._main is not None:
+            self._main.close()
+        self._main = None
 
     def _look_at_others(self, elapsed_s: float) -> Activity:
         used, wants = 0, False
@@ -100,14 +106,14 @@ class ProcessActivity:
         """Return the threads besides the main one, and the other processes of the session."""
         found = []
         for name in _names(self._root / str(self._pid) / "task"):
-            thread = None if name == str(self._pid) else _read(self._task(name))
+            thread = None if name == str(self._pid) else _read_once(self._task(name))
             if thread is not None and not thread.name.lower().startswith(_IGNORED_THREADS):
                 found.append((f"task/{name}", thread))
-        if self._quiet_looks < _LOOKS_BEFORE_PROCESSES:
+        if self._quiet_looks <= _LOOKS_BEFORE_PROCESSES:
             return found
         for name in _names(self._root):
             if name.isdigit() and name != str(self._pid):
-                process = _read(self._root / name / "stat")
+                process = _read_once(self._root / name / "stat")
                 if process is not None and process.session == self._pid:
                     found.append((name, process))
         return found
@@ -123,11 +129,26 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _read(path: Path) -> _Thread | None:
-    """Return what a ``stat`` file of a thread or a process says; None if it is gone."""
+def _open(path: Path) -> FileIO | None:
     try:
-        text = path.read_text(encoding="ascii", errors="replace")
+        return FileIO(path)
     except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _read_once(path: Path) -> _Thread | None:
+    file = _open(path)
+    if file is None:
+        return None
+    with file:
+        return _read(file)
+
+
+def _read(file: FileIO) -> _Thread | None:
+    """Return what the ``stat`` file of a thread or a process says now; None if it is gone."""
+    try:
+        text = os.pread(file.fileno(), 4096, 0).decode("ascii", errors="replace")
+    except ProcessLookupError:
         return None
     # The name stands in parentheses and may hold any character.
     start, end = text.index("("), text.rindex(")")

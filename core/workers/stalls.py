@@ -79,6 +79,11 @@ class StallDetector:
                 return Stall(idle, tuple(sorted(jobs)), self._limit_s)
         return None
 
+    def close(self) -> None:
+        """Look no more."""
+        for process in self._processes.values():
+            process.close()
+
     def _look(self, rank: int, numbers: list[int], elapsed_s: float, counted_s: float) -> None:
         activity = self._processes[rank].look(elapsed_s)
         self._stopped_s[rank] = self._stopped_s[rank] + counted_s if activity is Activity.STOPPED else 0.0

@@ -225,6 +225,7 @@ class Watchdog:
 
     def _release(self) -> None:
         self._group.close()
+        self._stalls.close()
         self._selector.close()
         self._wake_up.close()
         self._woken.close()

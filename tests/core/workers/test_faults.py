@@ -9,7 +9,6 @@ tenths of a second. All of it, and the same on two GPUs over NCCL:
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -22,7 +21,7 @@ from comfyui_ferry.core.errors import WorkerError
 from comfyui_ferry.core.workers import Deadlines, SharedArena, WorkerPool
 from comfyui_ferry.core.workers.activity import Activity, ProcessActivity
 from ferry_support import forked_workers
-from ferry_support.worker_specs import cpu_spec, exists, pids, wait_until_gone
+from ferry_support.worker_specs import cpu_spec, exists, open_files, pids, wait_until_gone
 
 LIMIT_S = 5.0
 # The default is 3 s; a second here keeps the suite short.
@@ -51,9 +50,8 @@ def spec(**changes):
 
 def leftovers() -> dict[str, int]:
     """Descriptors, shared memory and processes (zombies too) of this process."""
-    gc.collect()
+    files = open_files()
     maps = Path("/proc/self/maps").read_text()
-    files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)]
     stats = [Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdigit()]
     parents = [_parent(stat) for stat in stats]
     return {
@@ -62,10 +60,6 @@ def leftovers() -> dict[str, int]:
         "mappings": maps.count("memfd:ferry"),
         "processes": parents.count(os.getpid()),
     }
-
-
-def _is_open(name: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{name}")
 
 
 def _parent(stat: Path) -> int:
