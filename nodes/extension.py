@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .conditioning import LoadConditioning, SaveConditioning
 from .dataset import LoadTrainingFolder, TrainingSetImages
+from .offload import OffloadModel
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
 from .training import TrainLoraOffload
@@ -15,6 +16,7 @@ NODES: list[type[io.ComfyNode]] = [
     ParallelSampler,
     LoadTrainingFolder,
     TrainingSetImages,
+    OffloadModel,
     TrainLoraOffload,
     LoadConditioning,
     SaveConditioning,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         register_conditioning_folder,
         save_conditioning,
     )
+    from .model_offload import offload_model
     from .parallel_model import check_degrees, make_parallel
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
@@ -45,6 +46,7 @@ _HOMES = {
     "load_conditioning": "conditioning",
     "load_input_folder": "training_folder",
     "make_parallel": "parallel_model",
+    "offload_model": "model_offload",
     "register_conditioning_folder": "conditioning",
     # Not "train_lora": importing the module of that name would put the module in the function's place.
     "run_lora_training": "train_lora",
@@ -71,6 +73,7 @@ __all__ = [
     "load_conditioning",
     "load_input_folder",
     "make_parallel",
+    "offload_model",
     "register_conditioning_folder",
     "sample_parallel",
     "sampler_names",

@@ -1,4 +1,4 @@
-"""Layer offload: train a model whose weights stay on the host, one unit at a time on the target.
+"""Layer offload: train or run a model whose weights stay on the host, a part at a time on the target.
 
 ``OffloadTrainingManager`` attaches to any ``torch.nn.Module`` and comes off again; the model's code
 is not touched. Plain PyTorch; it knows neither ComfyUI nor LoRA.
@@ -10,17 +10,35 @@ memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena``
 ``saved_tensors`` and ``gradients`` what autograd sees; ``unobserved`` keeps the engine's own
 operations out of sight; ``modulation`` keeps what small frozen layers returned, ``modulation_layers``
 and ``modulation_store`` say for which layers and how.
+
+``ModelStreamer`` runs a frozen model without gradients within a budget; its files begin with
+``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_buffers``
+holds what several models share, ``stream_block``, ``stream_masters`` and ``stream_blocks`` are one
+block's tensors, bytes and place in the model.
 """
 
 from .manager import OffloadTrainingManager
 from .modulation import ModulationCache
 from .modulation_layers import ModulationLayers, ModulationPlan
 from .stats import OffloadStats
+from .stream_block import WeightChange
+from .stream_buffers import StreamPool
+from .stream_config import StreamConfig
+from .stream_masters import alias, point_at
+from .stream_stats import StreamStats
+from .streamer import ModelStreamer
 
 __all__ = [
+    "ModelStreamer",
     "ModulationCache",
     "ModulationLayers",
     "ModulationPlan",
     "OffloadStats",
     "OffloadTrainingManager",
+    "StreamConfig",
+    "StreamPool",
+    "StreamStats",
+    "WeightChange",
+    "alias",
+    "point_at",
 ]
