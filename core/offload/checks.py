@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import RequestError
+from ..errors import OffloadError, RequestError
 from .config import OffloadConfig
 from .tensors import ManagedTensor
 
@@ -53,6 +53,35 @@ def check_tensors(tensors: Iterable[ManagedTensor], config: OffloadConfig) -> No
                 f"{tensor.tensor.dtype}, {tensor.tensor.device})",
                 limit=limit,
                 way_out=way_out,
+            )
+
+
+def check_overlap(config: OffloadConfig) -> None:
+    """Check that there are parameters on the host for an optimizer to step.
+
+    Raises:
+        RequestError: If trainable parameters stay on the target.
+    """
+    if not config.optimizer_on_host:
+        raise RequestError(
+            "overlap_optimizer() was asked for parameters that stay on the target",
+            limit="It steps parameters whose home is the host",
+            way_out="Attach with enable_optimizer_cpu_offload=True",
+        )
+
+
+def check_trainable(tensors: Iterable[ManagedTensor]) -> None:
+    """Check that nothing was unfrozen since it came under management.
+
+    Raises:
+        OffloadError: If a gradient would be on the wrong device.
+    """
+    for tensor in tensors:
+        if tensor.tensor.requires_grad and not tensor.is_trainable:
+            raise OffloadError(
+                f"{tensor.path} requires a gradient now but was frozen when it came under offload "
+                "management, so its gradient would be on the wrong device. Attach a new "
+                "OffloadTrainingManager after changing requires_grad."
             )
 
 

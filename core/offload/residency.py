@@ -125,8 +125,9 @@ class Residency:
         self._sweep()
         self._make_room(bucket.nbytes)
         slot = self._acquire(bucket.nbytes)
-        slot.note_content(bucket)
-        self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
+        with bucket.host_lock:
+            slot.note_content(bucket)
+            self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
         self._by_address[slot.address] = slot
         self._streamed_in_bytes += bucket.nbytes
         self.note_peak()

@@ -52,6 +52,9 @@ class Transfer:
     def wait(self, lease: Lease) -> None:
         """Make the current stream wait until the slot's copy is done."""
 
+    def finish(self, lease: Lease) -> None:
+        """Make the host wait until the slot's copy is done."""
+
     def retire(self, lease: Lease) -> None:
         """Note that everything launched so far was the last use of the slot's content."""
 
@@ -134,6 +137,11 @@ class CudaTransfer(Transfer):
         if stream.cuda_stream not in lease.readers:
             lease.readers[stream.cuda_stream] = stream
             stream.wait_event(lease.copied)
+
+    @override
+    def finish(self, lease: Lease) -> None:
+        assert isinstance(lease, _CudaLease)
+        lease.copied.synchronize()
 
     @override
     def retire(self, lease: Lease) -> None:
