@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from ..core.comfy_adapter import register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
 from .dataset import LoadTrainingFolder, TrainingSetImages
 from .offload import OffloadModel
@@ -27,5 +28,6 @@ class FerryExtension(ComfyExtension):
     """What ComfyUI asks for the pack's nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        """Return every node class of the pack."""
+        """Return every node class of the pack, and add its routes to the server."""
+        register_training_routes()
         return NODES

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         training_folder_version,
         training_set_images,
     )
+    from .training_routes import register_training_routes
+    from .training_states import resume_choices, resume_version
     from .worker_groups import close_workers
 
 _HOMES = {
@@ -48,6 +50,9 @@ _HOMES = {
     "make_parallel": "parallel_model",
     "offload_model": "model_offload",
     "register_conditioning_folder": "conditioning",
+    "register_training_routes": "training_routes",
+    "resume_choices": "training_states",
+    "resume_version": "training_states",
     # Not "train_lora": importing the module of that name would put the module in the function's place.
     "run_lora_training": "train_lora",
     "sample_parallel": "sampling",
@@ -75,6 +80,9 @@ __all__ = [
     "make_parallel",
     "offload_model",
     "register_conditioning_folder",
+    "register_training_routes",
+    "resume_choices",
+    "resume_version",
     "sample_parallel",
     "sampler_names",
     "save_conditioning",
