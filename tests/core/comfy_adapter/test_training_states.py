@@ -1,4 +1,4 @@
-"""States lie in ComfyUI's output folder, are listed, found and cleared away, and never touch another run's."""
+"""States lie in the output folder, are listed, found and cleared away, and never touch another run's."""
 
 from __future__ import annotations
 
