@@ -6,7 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..core.comfy_adapter import register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
-from .dataset import LoadTrainingFolder, TrainingSetImages
+from .dataset import CacheTrainingData, LoadTrainingFolder, TrainingSetImages
 from .offload import OffloadModel
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
@@ -17,6 +17,7 @@ NODES: list[type[io.ComfyNode]] = [
     ParallelSampler,
     LoadTrainingFolder,
     TrainingSetImages,
+    CacheTrainingData,
     OffloadModel,
     TrainLoraOffload,
     LoadConditioning,

@@ -9,15 +9,23 @@ from comfy_api.latest import io
 from ..core.comfy_adapter import COMPUTE_DTYPES, SAVE_DTYPES, resume_choices
 from ..core.training import LOSSES, OPTIMIZERS, SCHEDULES
 from .schema import known
+from .types import TrainingCacheSocket
 
 
 def basic_inputs() -> list[Any]:
     """Return what everybody sets."""
     return [
         io.Model.Input("model", tooltip="The diffusion model to train on. LoRAs applied before are kept."),
-        io.Latent.Input("latents", tooltip="What to learn: one batched latent, or a list from a dataset."),
+        io.Latent.Input(
+            "latents",
+            optional=True,
+            tooltip="What to learn: one batched latent, or a list from a dataset. Not with training_data.",
+        ),
         io.Conditioning.Input(
-            "positive", tooltip="The captions: one for each latent in the same order, or one for all."
+            "positive",
+            optional=True,
+            tooltip="The captions: one for each latent in the same order, or one for all. Not with "
+            "training_data.",
         ),
         io.Int.Input("steps", default=200, min=1, max=100000, tooltip="Optimizer steps."),
         io.Float.Input(
@@ -149,6 +157,17 @@ def advanced_inputs() -> list[Any]:
             tooltip="Layers to train, as paths with * for one name, separated by commas; a leading - takes "
             "layers out. Empty: the attention and MLP layers of all blocks.",
         ),
+    ]
+
+
+def data_inputs() -> list[Any]:
+    """Return the other form of latents and captions."""
+    return [
+        TrainingCacheSocket.Input(
+            "training_data",
+            optional=True,
+            tooltip="From Cache Training Data, in place of latents and positive. Read from disk as needed.",
+        )
     ]
 
 

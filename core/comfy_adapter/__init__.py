@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .parallel_model import check_degrees, make_parallel
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
+    from .training_cache import CacheResult, cache_training_set
     from .training_folder import (
         FAMILY_NAMES,
         input_subfolders,
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "COMPUTE_DTYPES": "train_lora",
+    "CacheResult": "training_cache",
     "FAMILY_NAMES": "training_folder",
     "SAVE_DTYPES": "train_lora",
     "TrainedLora": "train_lora",
     "TrainingRequest": "train_lora",
+    "cache_training_set": "training_cache",
     "check_degrees": "parallel_model",
     "close_workers": "worker_groups",
     "conditioning_files": "conditioning",
@@ -66,10 +69,12 @@ _HOMES = {
 __all__ = [
     "COMPUTE_DTYPES",
     "FAMILY_NAMES",
+    "CacheResult",
     "SAVE_DTYPES",
     "RequestError",
     "TrainedLora",
     "TrainingRequest",
+    "cache_training_set",
     "check_degrees",
     "close_workers",
     "conditioning_files",

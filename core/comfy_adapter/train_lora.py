@@ -34,12 +34,13 @@ from ..training import (
     read_state,
     select_targets,
 )
+from ..training.dataset import TrainingCache
+from .cached_samples import read_examples
 from .lora_files import check_prefix, verify_lora
 from .modulation import ModulationAhead, modulation_plan
 from .running_trainings import RunningTraining, registered
 from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
 from .training import ComfyProcess
-from .training_inputs import read_samples
 from .training_request import SAVE_DTYPES, SaveSettings, TrainingRequest
 from .training_session import TrainingSession
 from .training_states import find_state
@@ -78,6 +79,7 @@ def run_lora_training(
     positive: Sequence[list],
     request: TrainingRequest,
     *,
+    data: TrainingCache | None = None,
     node_id: str | None = None,
 ) -> TrainedLora:
     """Train adapters for ``model`` and return them; the MODEL itself is as before afterwards.
@@ -87,6 +89,7 @@ def run_lora_training(
         latents: LATENTs, see ``read_samples``.
         positive: CONDITIONINGs, one entry per latent or one for all.
         request: What to do.
+        data: A training cache, in place of ``latents`` and ``positive``.
         node_id: The node that shows the progress text.
 
     Raises:
@@ -100,14 +103,14 @@ def run_lora_training(
         if saves.prefix:
             check_prefix(saves.prefix)
         targets = select_targets(model.model.diffusion_model, request.lora.targets)
-        samples = read_samples(model, latents, positive)
+        samples = read_examples(model, latents, positive, data)
         resumed = find_state(saves.resume_from, prefix=saves.prefix)
         start = None if resumed is None else read_state(resumed)
     dtype = training_dtype(model, request.compute_dtype)
     _LOG.info("training %d adapters on %d latents in %s", len(targets), len(samples), dtype)
     running = RunningTraining(_prompt_id(), node_id, steps=request.training.steps)
     with borrowed_model(model, dtype=dtype, keep_on_host=request.offload.enabled) as patcher:
-        identity = training_identity(patcher, targets, samples, request)
+        identity = training_identity(patcher, targets, samples, request, data=data)
         if start is not None:
             check_identity(start, identity, name=saves.resume_from)
         with prepared_model(patcher, request) as run, registered(running):
@@ -125,16 +128,22 @@ def run_lora_training(
 
 
 def training_identity(
-    patcher: Any, targets: Sequence[Target], samples: Sequence[SampleSource], request: TrainingRequest
+    patcher: Any,
+    targets: Sequence[Target],
+    samples: Sequence[SampleSource],
+    request: TrainingRequest,
+    *,
+    data: TrainingCache | None = None,
 ) -> dict[str, str]:
     """Return what has to be the same for a training to be gone on with bit for bit."""
     config = request.training
     weights = fingerprint_model(patcher.model.diffusion_model)
-    data = fingerprint([fingerprint(sample.read()) for sample in samples])
+    # A cache knows its content without being read.
+    content = data.digest if data else fingerprint([fingerprint(sample.read()) for sample in samples])
     layers = fingerprint([target.path for target in targets])
     return {
         "base model": f"{type(patcher.model).__name__} {weights}",
-        "dataset": f"{len(samples)} latents {data}",
+        "dataset": f"{len(samples)} latents {content}",
         "targets": f"{len(targets)} layers {layers}",
         "rank": str(request.lora.rank),
         "alpha": str(request.lora.alpha),

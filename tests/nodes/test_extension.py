@@ -18,6 +18,7 @@ NODE_IDS = {
     "FerryTrainLoraOffload",
     "FerryLoadTrainingFolder",
     "FerryTrainingSetImages",
+    "FerryCacheTrainingData",
     "FerryLoadConditioning",
     "FerrySaveConditioning",
 }
