@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..core.comfy_adapter import register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
-from .dataset import CacheTrainingData, LoadTrainingFolder, TrainingSetImages
-from .offload import OffloadModel
+from .dataset import LoadTrainingFolder, TrainingSetImages
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
 from .training import TrainLoraOffload
@@ -17,8 +15,6 @@ NODES: list[type[io.ComfyNode]] = [
     ParallelSampler,
     LoadTrainingFolder,
     TrainingSetImages,
-    CacheTrainingData,
-    OffloadModel,
     TrainLoraOffload,
     LoadConditioning,
     SaveConditioning,
@@ -29,6 +25,5 @@ class FerryExtension(ComfyExtension):
     """What ComfyUI asks for the pack's nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        """Return every node class of the pack, and add its routes to the server."""
-        register_training_routes()
+        """Return every node class of the pack."""
         return NODES

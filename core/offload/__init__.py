@@ -1,4 +1,4 @@
-"""Layer offload: train or run a model whose weights stay on the host, a part at a time on the target.
+"""Layer offload: train a model whose weights stay on the host, one unit at a time on the target.
 
 ``OffloadTrainingManager`` attaches to any ``torch.nn.Module`` and comes off again; the model's code
 is not touched. Plain PyTorch; it knows neither ComfyUI nor LoRA.
@@ -9,36 +9,29 @@ memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena``
 ``tensors``, ``wrappers``, ``module_dicts`` and ``replacements`` how the model sees them;
 ``saved_tensors`` and ``gradients`` what autograd sees; ``unobserved`` keeps the engine's own
 operations out of sight; ``modulation`` keeps what small frozen layers returned, ``modulation_layers``
-and ``modulation_store`` say for which layers and how.
-
-``ModelStreamer`` runs a frozen model without gradients within a budget; its files begin with
-``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_buffers``
-holds what several models share, ``stream_block``, ``stream_masters`` and ``stream_blocks`` are one
-block's tensors, bytes and place in the model.
+and ``modulation_store`` say for which layers and how; ``planner`` and ``prediction`` decide what
+stays on the target, from what ``tuner`` and ``step_timer`` measure.
 """
 
 from .manager import OffloadTrainingManager
 from .modulation import ModulationCache
 from .modulation_layers import ModulationLayers, ModulationPlan
+from .planner import ResidencyPlan, plan_residency
+from .prediction import BucketProfile, OffloadProfile, Prediction, predict
 from .stats import OffloadStats
-from .stream_block import WeightChange
-from .stream_buffers import StreamPool
-from .stream_config import StreamConfig
-from .stream_masters import alias, point_at
-from .stream_stats import StreamStats
-from .streamer import ModelStreamer
+from .tuner import OffloadBudget
 
 __all__ = [
-    "ModelStreamer",
+    "BucketProfile",
     "ModulationCache",
     "ModulationLayers",
     "ModulationPlan",
+    "OffloadBudget",
+    "OffloadProfile",
     "OffloadStats",
     "OffloadTrainingManager",
-    "StreamConfig",
-    "StreamPool",
-    "StreamStats",
-    "WeightChange",
-    "alias",
-    "point_at",
+    "Prediction",
+    "ResidencyPlan",
+    "plan_residency",
+    "predict",
 ]

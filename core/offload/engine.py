@@ -12,10 +12,11 @@ What this module does not do: it neither attaches nor removes; ``manager`` does.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.variable import Variable
@@ -27,19 +28,35 @@ from .fused_steps import FusedSteps
 from .gradients import HostGradients
 from .hooks import Scope, TaskEnd, Unit, tensors_in
 from .module_dicts import ManagedDict
-from .overlapped_steps import OverlappedSteps
 from .prefetch import LookAhead
 from .replacements import Replacements
 from .residency import Residency
 from .saved_tensors import SavedTensorHooks
+from .step_timer import StepTimer
 from .store import Store
 from .transfer import make_transfer
-from .unobserved import exclusive
+from .unobserved import run_unobserved
 
 if TYPE_CHECKING:
     from .manager import OffloadTrainingManager
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 NO_TASK = -1
+
+
+def _exclusive(method: Callable[P, R]) -> Callable[P, R]:
+    """Run a method of the engine under its lock, unobserved."""
+
+    @functools.wraps(method)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        engine = args[0]
+        assert isinstance(engine, Engine)
+        with engine.lock:
+            return run_unobserved(method, *args, **kwargs)
+
+    return locked
 
 
 class Engine:
@@ -57,7 +74,7 @@ class Engine:
         self.saved_tensors = SavedTensorHooks(self)
         self.look_ahead = LookAhead(self.residency)
         self.fused_steps = FusedSteps(self._is_streamed) if config.optimizer_on_host else None
-        self.overlapped_steps: OverlappedSteps | None = None
+        self.timer: StepTimer | None = None
         self.num_open_scopes = 0
         self._local = threading.local()
         self._tasks: dict[int, Scope] = {}
@@ -73,6 +90,8 @@ class Engine:
         scopes = self._scopes()
         if not scopes:
             self.settle()
+            if self.timer is not None and torch._C._current_graph_task_id() == NO_TASK:
+                self.timer.begin("forward")
         scope = Scope()
         scopes.append(scope)
         self.num_open_scopes += 1
@@ -104,22 +123,26 @@ class Engine:
         if self.num_open_scopes == 0 and torch._C._current_graph_task_id() == NO_TASK:
             self._end_forward()
 
-    @exclusive
+    @_exclusive
     def _end_forward(self) -> None:
         """Let go of what was brought in ahead and not used (a forward that ended early)."""
         self.look_ahead.end_forward()
         self.residency.drop_cached()
+        if self.timer is not None:
+            self.timer.end("forward")
 
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
         """Treat the body as a forward: what it reads is brought in until it ends."""
+        timer = self.watch(None)  # what is done in here is no part of a training step
         scope = self.enter(Unit("forward_scope"))
         try:
             yield
         finally:
             self.leave(scope)
+            self.watch(timer)
 
-    @exclusive
+    @_exclusive
     def keep_returned(self, output: Any) -> None:
         """Hand a parameter that a forward returns as it is over to the scope outside."""
         outside = self._scopes()[:-1]
@@ -140,13 +163,13 @@ class Engine:
         if scope is not None:
             self._use_entry(holder, name, scope)
 
-    @exclusive
+    @_exclusive
     def entry_changed(self, holder: ManagedDict, name: str, before: torch.Tensor | None) -> None:
         """Note that a module's entry, which held ``before``, was assigned or deleted."""
         inside = bool(self._scopes()) or torch._C._current_graph_task_id() != NO_TASK
         self.replacements.note(holder, name, before=before, is_inside_forward=inside)
 
-    @exclusive
+    @_exclusive
     def settle(self) -> None:
         """Take assigned tensors under management, if no forward runs.
 
@@ -161,7 +184,7 @@ class Engine:
 
     # Backwards
 
-    @exclusive
+    @_exclusive
     def reopen(
         self,
         bucket: Bucket,
@@ -180,7 +203,7 @@ class Engine:
             self.look_ahead.reopened(bucket)
         return view
 
-    @exclusive
+    @_exclusive
     def end_task(self, task_id: int) -> None:
         """Close a backward: nothing but the resident set stays, and gradients are complete."""
         scope = self._tasks.pop(task_id, None)
@@ -191,6 +214,8 @@ class Engine:
         if not self._tasks:
             self.look_ahead.end_backward()
             self.residency.drop_cached()
+            if self.timer is not None:
+                self.timer.end("backward")
         thread = threading.get_ident()
         if all(other.thread_id != thread for other in self._tasks.values()):
             self.gradients.finish()
@@ -201,25 +226,11 @@ class Engine:
             self.end_task(task_id)
         self.end_task(NO_TASK)
 
-    # The optimizer
-
-    def overlap_optimizer(self, optimizer: torch.optim.Optimizer, accumulation_steps: int) -> OverlappedSteps:
-        """Step ``optimizer`` during backwards; an earlier overlap ends."""
-        if self.overlapped_steps is not None:
-            self.overlapped_steps.remove()
-        self.overlapped_steps = OverlappedSteps(
-            optimizer,
-            self.gradients,
-            transfer=self.transfer,
-            accumulation_steps=accumulation_steps,
-        )
-        return self.overlapped_steps
-
-    def remove_steps(self) -> None:
-        """Let optimizers step as torch has it."""
-        for steps in (self.overlapped_steps, self.fused_steps):
-            if steps is not None:
-                steps.remove()
+    def watch(self, timer: StepTimer | None) -> StepTimer | None:
+        """Time what happens from now on, or stop that; return the timer that ran."""
+        before, self.timer = self.timer, timer
+        self.transfer.timer = timer
+        return before
 
     # Shared
 
@@ -241,10 +252,12 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if task != NO_TASK and task not in self._tasks:
             Variable._execution_engine.queue_callback(TaskEnd(self, task))  # pyright: ignore
+            if self.timer is not None:
+                self.timer.begin("backward")
             self._tasks[task] = Scope()
         return task
 
-    @exclusive
+    @_exclusive
     def _close(self, scope: Scope) -> None:
         is_recompute = torch._C._current_graph_task_id() != NO_TASK
         while scope.buckets:
@@ -254,7 +267,7 @@ class Engine:
                 bucket.unbind(self.transfer)
                 (self.residency.cache if is_recompute else self.residency.drop)(bucket)
 
-    @exclusive
+    @_exclusive
     def _use_unit(self, unit: Unit, scope: Scope) -> None:
         for bucket in list(unit.buckets):
             if not bucket.is_bound:
@@ -262,7 +275,7 @@ class Engine:
         for bucket in list(unit.buckets):
             self._use(bucket, scope)
 
-    @exclusive
+    @_exclusive
     def _use_entry(self, holder: ManagedDict, name: str, scope: Scope) -> None:
         managed = holder.managed[name]
         if id(managed.bucket) in scope.buckets:
@@ -280,4 +293,7 @@ class Engine:
             bucket.bind()
         self.residency.pin(bucket)
         scope.buckets[id(bucket)] = bucket
-        self.look_ahead.used(bucket, is_recompute=torch._C._current_graph_task_id() != NO_TASK)
+        is_recompute = torch._C._current_graph_task_id() != NO_TASK
+        if self.timer is not None and not is_recompute:
+            self.timer.use(bucket)
+        self.look_ahead.used(bucket, is_recompute=is_recompute)

@@ -16,17 +16,18 @@ from torch import nn
 from ..errors import OffloadError
 from ..module_hooks import install_hook, remove_hook
 from .attach import check_request, collect, make_dicts, make_units, set_dict, take_over
-from .checks import check_model, check_overlap
+from .checks import check_model
 from .config import OffloadConfig
 from .engine import Engine
 from .hooks import HOOK_NAME, UnitHook
 from .modulation import ModulationCache
 from .modulation_layers import ModulationPlan, find_layers
 from .module_dicts import ManagedDict
-from .overlapped_steps import OverlappedSteps
+from .planner import ResidencyPlan
 from .saved_tensors import check_torch
 from .stats import OffloadStats
-from .units import has_forward, owned_tensors, plan_units
+from .tuner import OffloadBudget, ResidencyTuner, apply_plan, lower_residency
+from .units import has_forward, module_bytes, owned_tensors, plan_units
 from .unobserved import unobserved
 
 # Weights kept between recompute and backward: room for two of the largest units, or this share.
@@ -68,6 +69,10 @@ class OffloadTrainingManager:
         modulation: Frozen layers that see one small vector each; their outputs are kept, and computed
             ahead by ``modulation_cache.precompute``, so that steps need not stream them.
 
+        budget: Keep as much on the target as this allows and a step gains by; planned from the second
+            step, see ``residency_plan``. Resets PyTorch's record of peak memory once.
+        plan: Keep what this says, from the start.
+
     Attributes:
         modulation_cache: None unless ``modulation`` was given.
 
@@ -85,6 +90,8 @@ class OffloadTrainingManager:
         *,
         recompute_cache_mb: float | None = None,
         modulation: ModulationPlan | None = None,
+        budget: OffloadBudget | None = None,
+        plan: ResidencyPlan | None = None,
     ) -> None:
         self.modulation_cache: ModulationCache | None = None
         self._engine: Engine | None = None
@@ -93,6 +100,8 @@ class OffloadTrainingManager:
         self._hooked: list[weakref.ref[nn.Module]] = []
         self._model_ref: weakref.ref[nn.Module] | None = None
         self._num_units = 0
+        self._tuner: ResidencyTuner | None = None
+        self._plan = plan
         config = OffloadConfig.from_request(
             target_device,
             enable_optimizer_cpu_offload,
@@ -102,6 +111,8 @@ class OffloadTrainingManager:
         check_torch()
         check_model(model)
         check_request(model, config)
+        if budget is not None:
+            budget.check_host(module_bytes(model))
         if modulation is not None:
             self.modulation_cache = ModulationCache(
                 find_layers(model, modulation),
@@ -111,6 +122,9 @@ class OffloadTrainingManager:
             )
         take_over(model, self)
         self._attach(model, config)
+        assert self._engine is not None
+        if budget is not None and plan is None:
+            self._tuner = ResidencyTuner(self._engine, budget)
 
     def after_backward(self) -> None:
         """Finish a backward: gradients are complete on their device, only the resident set is on the target.
@@ -123,27 +137,21 @@ class OffloadTrainingManager:
         elif self._engine is not None:
             self._engine.settle()
             self._engine.end_all_tasks()
+            if self._tuner is not None:
+                self._tuner.after_step()
 
-    def overlap_optimizer(
-        self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int = 1
-    ) -> OverlappedSteps:
-        """Step the optimizer's parameters on the host while the backward goes on.
+    @property
+    def residency_plan(self) -> ResidencyPlan | None:
+        """What stays on the target and what a step is expected to cost; None while there is no plan."""
+        return self._plan if self._tuner is None else self._tuner.plan
 
-        The loop stays as it is, ``optimizer.step()`` included, but must not touch gradients or
-        hyperparameters between the backward and the step; ``overlapped_steps`` says why. The optimizer
-        and its state remain the caller's; ``remove()`` of the result, or of the manager, ends it.
-
-        Args:
-            optimizer: One of ``torch.optim`` that treats every parameter by itself.
-            accumulation_steps: How many backwards there are before each step.
+    def lower_residency(self, nbytes: int) -> int:
+        """Give back target memory of weights that stay, between steps; return how many bytes that frees.
 
         Raises:
-            RequestError: If the optimizer is of another kind, or parameters are not offloaded.
             OffloadError: If the manager was removed.
         """
-        engine = self._running_engine()
-        check_overlap(engine.config)
-        return engine.overlap_optimizer(optimizer, accumulation_steps)
+        return lower_residency(self._running_engine(), nbytes)
 
     def forward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which reading a weight brings it to the target, as inside a forward.
@@ -173,8 +181,10 @@ class OffloadTrainingManager:
         with unobserved():
             engine.end_all_tasks()
             engine.gradients.remove()
-            engine.remove_steps()
+            if engine.fused_steps is not None:
+                engine.fused_steps.remove()
             engine.store.restore()
+        engine.residency.set_kept((), cache_limit_bytes=0)
         engine.residency.pool.trim(0)
         for holder in self._holders:
             set_dict(holder.module, holder.hand_back(), is_parameters=holder.is_parameters)
@@ -195,7 +205,9 @@ class OffloadTrainingManager:
     @property
     def resident_set_bytes(self) -> int:
         """Managed bytes that are meant to stay on the target."""
-        return 0 if self._engine is None else self._engine.residency.resident_set_bytes
+        if self._engine is None:
+            return 0
+        return self._engine.residency.resident_set_bytes + self._engine.residency.kept_bytes
 
     def stats(self) -> OffloadStats:
         """Return a snapshot of what is where and what was moved.
@@ -208,7 +220,7 @@ class OffloadTrainingManager:
         residency, store, transfer = engine.residency, engine.store, engine.transfer
         return OffloadStats(
             resident_bytes=residency.resident_bytes,
-            resident_set_bytes=residency.resident_set_bytes,
+            resident_set_bytes=self.resident_set_bytes,
             peak_resident_bytes=residency.peak_resident_bytes,
             streamed_bytes=store.streamed_bytes,
             slot_bytes=residency.pool.allocated_bytes,
@@ -250,6 +262,8 @@ class OffloadTrainingManager:
         engine.residency.cache_limit_bytes = limit
         engine.residency.resident_set_bytes = engine.store.residents.nbytes
         engine.residency.note_peak()
+        if self._plan is not None:
+            apply_plan(engine, self._plan)
 
     def _manage(self, model: nn.Module, engine: Engine) -> None:
         cache = self.modulation_cache

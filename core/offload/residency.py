@@ -1,8 +1,9 @@
 """Which buckets are on the target: a software cache over slots.
 
 A bucket that a forward uses is pinned. One that a recompute or a backward brought in stays cached,
-least recently used out first, up to a limit; so recompute and backward share one copy. A slot that
-somebody still views is never reused: it is *held* until its last view is gone, and counted.
+least recently used out first, up to a limit; so recompute and backward share one copy. A bucket that
+is *kept* stays from its first use on, beside that limit. A slot that somebody still views is never
+reused: it is *held* until its last view is gone, and counted.
 
 What this module does not do: it binds no tensor and knows neither forwards nor graphs.
 """
@@ -10,6 +11,7 @@ What this module does not do: it binds no tensor and knows neither forwards nor 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import torch
 
@@ -32,7 +34,9 @@ class Residency:
         self.cache_limit_bytes = cache_limit_bytes
         self.resident_set_bytes = 0
         self.peak_resident_bytes = 0
+        self.kept_bytes = 0
         self._streamed_in_bytes = 0
+        self._kept: dict[int, Bucket] = {}
         self._cached: OrderedDict[int, Bucket] = OrderedDict()
         self._held: list[Slot] = []
         self._by_address: dict[int, Slot] = {}
@@ -41,7 +45,7 @@ class Residency:
     def resident_bytes(self) -> int:
         """Managed bytes on the target now: the resident set, and every slot in use or still viewed."""
         self._sweep()
-        return self.resident_set_bytes + self._streamed_in_bytes
+        return self.resident_set_bytes + self.kept_bytes + self._streamed_in_bytes
 
     def note_peak(self) -> None:
         """Record the present residency if it is the highest so far."""
@@ -58,7 +62,7 @@ class Residency:
         """
         slot = bucket.slot
         if slot is not None and not bucket.is_bound and not slot.is_current(segment):
-            self.drop(bucket)
+            self._let_go(bucket)
             slot = None
         if slot is None:
             slot = self._revive(bucket) or self._load(bucket)
@@ -76,6 +80,9 @@ class Residency:
             Whether it is in or on its way.
         """
         if bucket.slot is not None:
+            return True
+        if bucket.is_kept:
+            bucket.slot = self._load(bucket)
             return True
         self._sweep()
         for spent in [cached for cached in self._cached.values() if cached.is_spent]:
@@ -97,13 +104,56 @@ class Residency:
 
     def cache(self, bucket: Bucket) -> None:
         """Keep an unpinned bucket until others need the room."""
-        if bucket.slot is not None and bucket.pins == 0:
+        if bucket.slot is not None and bucket.pins == 0 and not bucket.is_kept:
             self._cached[id(bucket)] = bucket
             self._cached.move_to_end(id(bucket))
             self._make_room(0)
 
+    def set_kept(self, kept: Iterable[Bucket], *, cache_limit_bytes: int) -> None:
+        """Keep exactly these buckets, with ``cache_limit_bytes`` as the room for all others.
+
+        No forward and no backward may run.
+        """
+        chosen = {id(bucket): bucket for bucket in kept}
+        for bucket in list(self._kept.values()):
+            if id(bucket) not in chosen:
+                self.stream(bucket)
+        for bucket in chosen.values():
+            self.keep(bucket)
+        self.cache_limit_bytes = cache_limit_bytes
+        self.drop_cached()
+
+    def keep(self, bucket: Bucket) -> None:
+        """Let an unpinned bucket stay on the target; it is brought in at its next use, if it is not there."""
+        if not bucket.is_kept:
+            self._let_go(bucket)
+            bucket.is_kept = True
+            self._kept[id(bucket)] = bucket
+
+    def stream(self, bucket: Bucket) -> int:
+        """Let a kept, unpinned bucket come and go again.
+
+        Returns:
+            How many bytes that frees.
+        """
+        if not bucket.is_kept:
+            return 0
+        freed = bucket.nbytes if bucket.slot is not None else 0
+        bucket.is_kept = False
+        del self._kept[id(bucket)]
+        self._let_go(bucket)
+        return freed
+
+    def kept_buckets(self) -> list[Bucket]:
+        """Return the buckets that stay, in the order in which that was decided."""
+        return list(self._kept.values())
+
     def drop(self, bucket: Bucket) -> None:
-        """Let go of the bucket's slot."""
+        """Let go of the bucket's slot, unless it is kept."""
+        if not bucket.is_kept:
+            self._let_go(bucket)
+
+    def _let_go(self, bucket: Bucket) -> None:
         slot = bucket.slot
         bucket.slot = None
         self._cached.pop(id(bucket), None)
@@ -123,28 +173,28 @@ class Residency:
 
     def _load(self, bucket: Bucket) -> Slot:
         self._sweep()
-        self._make_room(bucket.nbytes)
-        slot = self._acquire(bucket.nbytes)
-        with bucket.host_lock:
-            slot.note_content(bucket)
-            self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
+        self._make_room(0 if bucket.is_kept else bucket.nbytes)
+        slot = self._acquire(bucket.nbytes, is_kept=bucket.is_kept)
+        slot.is_kept = bucket.is_kept
+        slot.note_content(bucket)
+        self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
         self._by_address[slot.address] = slot
-        self._streamed_in_bytes += bucket.nbytes
+        self._count(slot, bucket.nbytes)
         self.note_peak()
         return slot
 
-    def _acquire(self, nbytes: int) -> Slot:
+    def _acquire(self, nbytes: int, *, is_kept: bool) -> Slot:
         try:
-            return self.pool.acquire(nbytes)
+            return self.pool.acquire(nbytes, is_kept=is_kept)
         except torch.OutOfMemoryError:
             # What is only kept for speed must not be the reason; if it was not, this raises again.
             self.drop_cached()
             self.pool.trim(0)
-            return self.pool.acquire(nbytes)
+            return self.pool.acquire(nbytes, is_kept=is_kept)
 
     def _revive(self, bucket: Bucket) -> Slot | None:
         for slot in self._held:
-            if slot.bucket is bucket and slot.is_current():
+            if slot.bucket is bucket and slot.is_kept == bucket.is_kept and slot.is_current():
                 self._held.remove(slot)
                 return slot
         return None
@@ -166,6 +216,12 @@ class Residency:
 
     def _free(self, slot: Slot) -> None:
         assert slot.bucket is not None
-        self._streamed_in_bytes -= slot.bucket.nbytes
+        self._count(slot, -slot.bucket.nbytes)
         del self._by_address[slot.address]
         self.pool.release(slot)
+
+    def _count(self, slot: Slot, nbytes: int) -> None:
+        if slot.is_kept:
+            self.kept_bytes += nbytes
+        else:
+            self._streamed_in_bytes += nbytes

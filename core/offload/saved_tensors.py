@@ -157,9 +157,7 @@ class _HookPair:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SlotHandle):
             packed.check()
-            view = self.engine.reopen(packed.bucket, packed.segment, packed.view)
-            packed.check()  # an overlapped optimizer may have stepped it meanwhile
-            return view
+            return self.engine.reopen(packed.bucket, packed.segment, packed.view)
         if isinstance(packed, _OuterValue):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapper):

@@ -29,6 +29,7 @@ class Slot:
         flat: The memory, uint8 ``[capacity]``.
         bucket: Whose bytes are in it, or None while it is free.
         versions: Version of each of its segments at the time; None where the slot's bytes are out of date.
+        is_kept: Whether it was taken for a bucket that stays.
     """
 
     def __init__(self, transfer: Transfer, nbytes: int) -> None:
@@ -37,6 +38,7 @@ class Slot:
         self.lease = transfer.open_lease()
         self.bucket: Bucket | None = None
         self.versions: list[int | None] = []
+        self.is_kept = False
         self._idle_count = self._use_count()
 
     @property
@@ -77,16 +79,18 @@ class SlotPool:
         self._free: list[Slot] = []
         self.allocated_bytes = 0
 
-    def acquire(self, nbytes: int) -> Slot:
-        """Return a slot of at least ``nbytes``: the smallest free one that suits, or a new one."""
-        suits = [
-            slot for slot in self._free if nbytes <= slot.capacity_bytes <= max(2 * nbytes, _SMALL_BYTES)
-        ]
+    def acquire(self, nbytes: int, *, is_kept: bool = False) -> Slot:
+        """Return a slot of at least ``nbytes``: the smallest free one that suits, or a new one.
+
+        One that is kept has no byte more than it needs: it is not there for others later.
+        """
+        largest = _rounded(nbytes) if is_kept else max(2 * nbytes, _SMALL_BYTES)
+        suits = [slot for slot in self._free if nbytes <= slot.capacity_bytes <= largest]
         if suits:
             slot = min(suits, key=lambda candidate: candidate.capacity_bytes)
             self._free.remove(slot)
             return slot
-        slot = Slot(self._transfer, -(-max(nbytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES)
+        slot = Slot(self._transfer, _rounded(nbytes))
         self.allocated_bytes += slot.capacity_bytes
         return slot
 
@@ -104,3 +108,7 @@ class SlotPool:
             free_bytes -= slot.capacity_bytes
             self.allocated_bytes -= slot.capacity_bytes
             self._transfer.discard(slot.flat, slot.lease)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES

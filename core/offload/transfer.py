@@ -12,8 +12,16 @@ What this module does not do: it decides neither what moves nor when.
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import torch
 from typing_extensions import override
+
+from .step_timer import StepTimer
+
+# What the link gives from memory that is not pinned, as a share of what it gives from pinned memory.
+_PAGEABLE_SHARE = 0.25
 
 
 class Lease:
@@ -28,10 +36,18 @@ class Arrival:
 
 
 class Transfer:
-    """Synchronous copies, for the target ``cpu``."""
+    """Synchronous copies, for the target ``cpu``.
+
+    Attributes:
+        timer: Who wants to know how long passes wait for copies.
+        pageable_share: Rate of copies from unpinned memory, by that of pinned.
+    """
+
+    pageable_share = 1.0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.timer: StepTimer | None = None
         self.moved_to_target_bytes = 0
         self.moved_to_host_bytes = 0
 
@@ -47,13 +63,13 @@ class Transfer:
     def start(self, source: torch.Tensor, destination: torch.Tensor, lease: Lease) -> None:
         """Begin copying host bytes to a slot, once nobody reads what is in it."""
         self.moved_to_target_bytes += source.numel()
-        destination.copy_(source)
+        begin = None if self.timer is None else self.timer.mark()
+        self._copy_now(source, destination)
+        if self.timer is not None and begin is not None:
+            self.timer.waited(begin)
 
     def wait(self, lease: Lease) -> None:
         """Make the current stream wait until the slot's copy is done."""
-
-    def finish(self, lease: Lease) -> None:
-        """Make the host wait until the slot's copy is done."""
 
     def retire(self, lease: Lease) -> None:
         """Note that everything launched so far was the last use of the slot's content."""
@@ -84,6 +100,20 @@ class Transfer:
     def synchronize(self) -> None:
         """Wait for every copy, before host memory is unpinned."""
 
+    def measure_link(self, source: torch.Tensor, *, num_copies: int) -> float:
+        """Return the bytes a second of a copy of ``source`` to the target, the median of several."""
+        destination = self.allocate(source.numel())
+        seconds = []
+        for _ in range(num_copies):
+            self.synchronize()
+            begin = time.perf_counter()
+            self._copy_now(source, destination)
+            seconds.append(time.perf_counter() - begin)
+        return max(1, source.numel()) / max(statistics.median(seconds), 1e-9)
+
+    def _copy_now(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        destination.copy_(source)
+
 
 class _CudaArrival(Arrival):
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -105,6 +135,8 @@ class _CudaLease(Lease):
 
 class CudaTransfer(Transfer):
     """Asynchronous copies on two streams, one for each direction of the link."""
+
+    pageable_share = _PAGEABLE_SHARE
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -136,12 +168,10 @@ class CudaTransfer(Transfer):
         stream = torch.cuda.current_stream(self.device)
         if stream.cuda_stream not in lease.readers:
             lease.readers[stream.cuda_stream] = stream
+            begin = None if self.timer is None else self.timer.mark()
             stream.wait_event(lease.copied)
-
-    @override
-    def finish(self, lease: Lease) -> None:
-        assert isinstance(lease, _CudaLease)
-        lease.copied.synchronize()
+            if self.timer is not None and begin is not None:
+                self.timer.waited(begin)
 
     @override
     def retire(self, lease: Lease) -> None:
@@ -178,6 +208,12 @@ class CudaTransfer(Transfer):
     def synchronize(self) -> None:
         self.copy_stream.synchronize()
         self.gradient_stream.synchronize()
+
+    @override
+    def _copy_now(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        with torch.cuda.stream(self.copy_stream):
+            destination.copy_(source, non_blocking=True)
+        self.copy_stream.synchronize()
 
     def _record_current(self) -> torch.Event:
         return torch.cuda.current_stream(self.device).record_event()

@@ -167,16 +167,11 @@ def pool_layouts() -> dict[ParallelDims, RankLayout]:
         layouts[ParallelDims(tp=size)] = RankLayout(0, None, group)
     layouts |= {dims: build_mesh(dims) for dims in layouts_of(world_size)}
     if world_size == 4:
-        layouts |= {dims: build_mesh(dims) for dims in _MORE_OF_FOUR}
+        layouts |= {dims: build_mesh(dims) for dims in _PRODUCTS}
     return layouts
 
 
-_MORE_OF_FOUR = (
-    ParallelDims(tp=4),
-    ParallelDims(cfg=2, ulysses=2),
-    ParallelDims(tp=2, ulysses=2),
-    ParallelDims(tp=2, ring=2),
-)
+_PRODUCTS = (ParallelDims(cfg=2, ulysses=2), ParallelDims(tp=2, ulysses=2), ParallelDims(tp=2, ring=2))
 
 
 def fits(model: nn.Module, plan: ModelPlan, dims: ParallelDims) -> bool:
@@ -191,7 +186,7 @@ def fits(model: nn.Module, plan: ModelPlan, dims: ParallelDims) -> bool:
 def pool_dims() -> list[ParallelDims]:
     """Return the layouts of a pool of four ranks."""
     tensor = [ParallelDims(tp=2), ParallelDims(tp=3)]
-    return [*layouts_of(2), *layouts_of(3), *layouts_of(4), *tensor, *_MORE_OF_FOUR]
+    return [*layouts_of(2), *layouts_of(3), *layouts_of(4), *tensor, *_PRODUCTS]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""How long forward and backward take, and how much of that is waiting for copies.
+
+On CUDA the marks are events on the current stream: what is measured is the device's time, and marking
+does not wait. On the CPU copies are part of the pass, so their time counts as waiting.
+
+What this module does not do: it decides nothing; see ``tuner``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .buckets import Bucket
+
+Mark = float | torch.cuda.Event
+
+
+class StepTimer:
+    """Collects spans of one step.
+
+    Args:
+        device: The target.
+
+    Attributes:
+        used: Every bucket that a forward used, in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: dict[str, Mark] = {}
+        self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
+        self.used: dict[int, Bucket] = {}
+
+    def mark(self) -> Mark:
+        """Return this moment."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def begin(self, kind: str) -> None:
+        """Begin a span, unless one of its kind is open."""
+        if kind not in self._open:
+            self._open[kind] = self.mark()
+
+    def end(self, kind: str) -> None:
+        """End the span of this kind, if one is open."""
+        start = self._open.pop(kind, None)
+        if start is not None:
+            self.add(kind, start)
+
+    def add(self, kind: str, start: Mark) -> None:
+        """Add a span from ``start`` to now."""
+        self._spans.setdefault(kind, []).append((start, self.mark()))
+
+    def waited(self, start: Mark) -> None:
+        """Note that the passes that run have waited for a copy since ``start``."""
+        for kind in list(self._open):
+            self.add(f"{kind} wait", start)
+
+    def use(self, bucket: Bucket) -> None:
+        """Note that a forward uses the bucket."""
+        self.used.setdefault(id(bucket), bucket)
+
+    def seconds(self, kind: str) -> float:
+        """Return the length of all spans of a kind; waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return sum(_seconds(start, stop) for start, stop in self._spans.get(kind, ()))
+
+    def compute_seconds(self, kind: str) -> float:
+        """Return the seconds of a kind of pass without its waiting."""
+        return max(0.0, self.seconds(kind) - self.seconds(f"{kind} wait"))
+
+
+def _seconds(start: Mark, stop: Mark) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
+        return start.elapsed_time(stop) / 1000
+    assert isinstance(start, float) and isinstance(stop, float)
+    return stop - start
