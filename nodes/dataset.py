@@ -8,13 +8,14 @@ from comfy_api.latest import io, ui
 
 from ..core.comfy_adapter import (
     FAMILY_NAMES,
+    cache_training_set,
     input_subfolders,
     load_input_folder,
     training_folder_version,
     training_set_images,
 )
 from .schema import known
-from .types import TrainingSetSocket
+from .types import TrainingCacheSocket, TrainingSetSocket
 
 
 def _folder_inputs() -> list[Any]:
@@ -180,3 +181,37 @@ class TrainingSetImages(io.ComfyNode):
     def execute(cls, training_set: Any, seed: int) -> io.NodeOutput:
         """Return the pictures and the captions."""
         return io.NodeOutput(*training_set_images(training_set, seed=seed))
+
+
+class CacheTrainingData(io.ComfyNode):
+    """A training set, encoded once and kept on disk."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node."""
+        return io.Schema(
+            node_id="FerryCacheTrainingData",
+            display_name="Cache Training Data",
+            category="ferry/training",
+            description="Encodes pictures and captions once, to disk. A second run encodes nothing, and text "
+            "encoder and VAE leave the GPU before training.",
+            inputs=[
+                TrainingSetSocket.Input("training_set", tooltip="From Load Training Folder."),
+                io.Clip.Input("clip", tooltip="The text encoder that belongs to the model, with its LoRAs."),
+                io.Vae.Input("vae", tooltip="The VAE that belongs to the model."),
+            ],
+            outputs=[
+                TrainingCacheSocket.Output(
+                    display_name="training_data",
+                    tooltip="For the input training_data of Train LoRA (Offload).",
+                )
+            ],
+            **known(io.Schema, search_aliases=["split training", "latent cache", "encode dataset"]),
+        )
+
+    @classmethod
+    def execute(cls, training_set: Any, clip: Any, vae: Any) -> io.NodeOutput:
+        """Encode what is missing and return the cache."""
+        result = cache_training_set(training_set, clip, vae)
+        text = f"{result.num_encoded} encoded, {result.num_found} found; {result.cache.summary()}"
+        return io.NodeOutput(result.cache, ui=ui.PreviewText(text))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from ..core.comfy_adapter import register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
-from .dataset import LoadTrainingFolder, TrainingSetImages
+from .dataset import CacheTrainingData, LoadTrainingFolder, TrainingSetImages
+from .offload import OffloadModel
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
 from .training import TrainLoraOffload
@@ -15,6 +17,8 @@ NODES: list[type[io.ComfyNode]] = [
     ParallelSampler,
     LoadTrainingFolder,
     TrainingSetImages,
+    CacheTrainingData,
+    OffloadModel,
     TrainLoraOffload,
     LoadConditioning,
     SaveConditioning,
@@ -25,5 +29,6 @@ class FerryExtension(ComfyExtension):
     """What ComfyUI asks for the pack's nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        """Return every node class of the pack."""
+        """Return every node class of the pack, and add its routes to the server."""
+        register_training_routes()
         return NODES

@@ -90,6 +90,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table of models and parallel methods, if parity tests ran."""
+    from ferry_support.model_matrix import summary
+
+    results: dict[str, dict[str, float]] = {}
+    for report in terminalreporter.stats.get("passed", ()):
+        for key, value in getattr(report, "user_properties", ()):
+            results |= value if key == "parity" else {}
+    if results:
+        terminalreporter.section("models and parallel methods: ranks that gave the same result")
+        terminalreporter.write_line(summary(results))
+
+
 @pytest.fixture(scope="session")
 def comfyui_path() -> Path:
     """The ComfyUI checkout under test."""

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         register_conditioning_folder,
         save_conditioning,
     )
+    from .model_offload import offload_model
     from .parallel_model import check_degrees, make_parallel
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
+    from .training_cache import CacheResult, cache_training_set
     from .training_folder import (
         FAMILY_NAMES,
         input_subfolders,
@@ -29,14 +31,18 @@ if TYPE_CHECKING:
         training_folder_version,
         training_set_images,
     )
+    from .training_routes import register_training_routes
+    from .training_states import resume_choices, resume_version
     from .worker_groups import close_workers
 
 _HOMES = {
     "COMPUTE_DTYPES": "train_lora",
+    "CacheResult": "training_cache",
     "FAMILY_NAMES": "training_folder",
     "SAVE_DTYPES": "train_lora",
     "TrainedLora": "train_lora",
     "TrainingRequest": "train_lora",
+    "cache_training_set": "training_cache",
     "check_degrees": "parallel_model",
     "close_workers": "worker_groups",
     "conditioning_files": "conditioning",
@@ -45,7 +51,11 @@ _HOMES = {
     "load_conditioning": "conditioning",
     "load_input_folder": "training_folder",
     "make_parallel": "parallel_model",
+    "offload_model": "model_offload",
     "register_conditioning_folder": "conditioning",
+    "register_training_routes": "training_routes",
+    "resume_choices": "training_states",
+    "resume_version": "training_states",
     # Not "train_lora": importing the module of that name would put the module in the function's place.
     "run_lora_training": "train_lora",
     "sample_parallel": "sampling",
@@ -59,10 +69,12 @@ _HOMES = {
 __all__ = [
     "COMPUTE_DTYPES",
     "FAMILY_NAMES",
+    "CacheResult",
     "SAVE_DTYPES",
     "RequestError",
     "TrainedLora",
     "TrainingRequest",
+    "cache_training_set",
     "check_degrees",
     "close_workers",
     "conditioning_files",
@@ -71,7 +83,11 @@ __all__ = [
     "load_conditioning",
     "load_input_folder",
     "make_parallel",
+    "offload_model",
     "register_conditioning_folder",
+    "register_training_routes",
+    "resume_choices",
+    "resume_version",
     "sample_parallel",
     "sampler_names",
     "save_conditioning",

@@ -18,6 +18,7 @@ from ..plans import find_plan
 from .cfg_branches import BranchWrapper
 from .devices import worker_devices
 from .model_export import class_path, describe_model
+from .model_stream import release_stream
 from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
 from .remote_forward import RemoteInjection, sendable_options
@@ -63,6 +64,7 @@ def make_parallel(
             way_out="Keep one Parallel Model or Parallel Sampler in the chain",
         )
     diffusion_model = model.model.diffusion_model
+    release_stream(model)
     validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
     parallel = model.clone()
     # A clone through the base class keeps whatever subclass the loader made (dynamic VRAM), which
@@ -187,6 +189,7 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
                 limit="Its patched weights live in the workers",
                 way_out="Connect the saving node before Parallel Model",
             )
+        release_stream(self)
         check_supported(self)
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self._give_back_local_weights()

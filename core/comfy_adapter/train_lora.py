@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import comfy.model_management
-import comfy.utils
 import torch
 from torch import Tensor
 
@@ -21,81 +20,40 @@ from ..training import (
     BlockCheckpointing,
     Callbacks,
     LoraAdapters,
-    LoraConfig,
-    OffloadSettings,
     OutOfPlace,
     SampleSource,
+    Target,
     Training,
     TrainingConfig,
+    check_identity,
     check_same_output,
     draw_batches,
     find_blocks,
+    fingerprint,
+    fingerprint_model,
+    read_state,
     select_targets,
 )
-from .lora_files import check_prefix, save_lora, verify_lora
+from ..training.dataset import TrainingCache
+from .cached_samples import read_examples
+from .lora_files import check_prefix, verify_lora
 from .modulation import ModulationAhead, modulation_plan
+from .running_trainings import RunningTraining, registered
 from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
 from .training import ComfyProcess
-from .training_inputs import read_samples
+from .training_request import SAVE_DTYPES, SaveSettings, TrainingRequest
+from .training_session import TrainingSession
+from .training_states import find_state
 
 _LOG = get_logger("training")
-__all__ = ["COMPUTE_DTYPES", "SAVE_DTYPES", "TrainedLora", "TrainingRequest", "run_lora_training"]
-
-_PREFIX = "diffusion_model."
-SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class TrainingRequest:
-    """Everything about a training but the model and the data.
-
-    Attributes:
-        lora: Rank, alpha, targets.
-        training: The loop's settings.
-        offload: How the base weights reach the training device.
-        compute_dtype: One of ``COMPUTE_DTYPES``, see ``training_dtype``.
-        save_dtype: One of ``SAVE_DTYPES``, of the returned and saved tensors; the masters are fp32.
-        gradient_checkpointing: Compute each block again in the backward pass.
-        save_prefix: File prefix in ComfyUI's output folder; empty saves nothing.
-    """
-
-    lora: LoraConfig
-    training: TrainingConfig
-    offload: OffloadSettings
-    compute_dtype: str = "auto"
-    save_dtype: str = "bf16"
-    gradient_checkpointing: bool = True
-    save_prefix: str = ""
-
-    @classmethod
-    def from_widgets(cls, widgets: dict[str, Any]) -> TrainingRequest:
-        """Return the request of a node, whose widgets are flat.
-
-        Raises:
-            RequestError: If a value is out of its range.
-        """
-        threshold_mb = widgets["split_threshold_mb"]
-        return cls(
-            lora=LoraConfig(widgets["rank"], widgets["alpha"], widgets["targets"]),
-            training=TrainingConfig(
-                steps=widgets["steps"],
-                learning_rate=widgets["learning_rate"],
-                batch_size=widgets["batch_size"],
-                accumulation_steps=widgets["grad_accumulation_steps"],
-                seed=widgets["seed"],
-                optimizer=widgets["optimizer"],
-                loss=widgets["loss_function"],
-            ),
-            offload=OffloadSettings(
-                enabled=widgets["offload"],
-                optimizer_on_cpu=widgets["optimizer_on_cpu"],
-                split_threshold_mb=threshold_mb if threshold_mb else None,
-            ),
-            compute_dtype=widgets["training_dtype"],
-            save_dtype=widgets["lora_dtype"],
-            gradient_checkpointing=widgets["gradient_checkpointing"],
-            save_prefix=widgets["save_prefix"].strip(),
-        )
+__all__ = [
+    "COMPUTE_DTYPES",
+    "SAVE_DTYPES",
+    "SaveSettings",
+    "TrainedLora",
+    "TrainingRequest",
+    "run_lora_training",
+]
 
 
 @dataclass(frozen=True)
@@ -121,6 +79,7 @@ def run_lora_training(
     positive: Sequence[list],
     request: TrainingRequest,
     *,
+    data: TrainingCache | None = None,
     node_id: str | None = None,
 ) -> TrainedLora:
     """Train adapters for ``model`` and return them; the MODEL itself is as before afterwards.
@@ -130,6 +89,7 @@ def run_lora_training(
         latents: LATENTs, see ``read_samples``.
         positive: CONDITIONINGs, one entry per latent or one for all.
         request: What to do.
+        data: A training cache, in place of ``latents`` and ``positive``.
         node_id: The node that shows the progress text.
 
     Raises:
@@ -137,24 +97,70 @@ def run_lora_training(
         TrainingError: If training would be silently wrong.
         SaveError: If the LoRA does not load back into this model.
     """
+    saves = request.saves
     with torch.inference_mode(False):
         check_trainable(model)
-        if request.save_prefix:
-            check_prefix(request.save_prefix)
+        if saves.prefix:
+            check_prefix(saves.prefix)
         targets = select_targets(model.model.diffusion_model, request.lora.targets)
-        samples = read_samples(model, latents, positive)
+        samples = read_examples(model, latents, positive, data)
+        resumed = find_state(saves.resume_from, prefix=saves.prefix)
+        start = None if resumed is None else read_state(resumed)
     dtype = training_dtype(model, request.compute_dtype)
     _LOG.info("training %d adapters on %d latents in %s", len(targets), len(samples), dtype)
+    running = RunningTraining(_prompt_id(), node_id, steps=request.training.steps)
     with borrowed_model(model, dtype=dtype, keep_on_host=request.offload.enabled) as patcher:
-        with prepared_model(patcher, request) as run:
-            losses = run.train(samples, request.training, node_id=node_id)
-        tensors = run.adapters.state_dict(prefix=_PREFIX, dtype=SAVE_DTYPES[request.save_dtype])
+        identity = training_identity(patcher, targets, samples, request, data=data)
+        if start is not None:
+            check_identity(start, identity, name=saves.resume_from)
+        with prepared_model(patcher, request) as run, registered(running):
+            session = TrainingSession(
+                model, request, running=running, identity=identity, start=start, manager=run.manager
+            )
+            training = run.train(samples, request.training, session)
+            tensors, state = session.lora(), training.state(identity)
     verify_lora(model, tensors)
     path = None
-    if request.save_prefix:
-        path = save_lora(model, tensors, prefix=request.save_prefix, metadata=_metadata(model, request))
-        _LOG.info("saved %s", path)
-    return TrainedLora(tensors, {"loss": drawable(losses)}, request.training.steps, path)
+    if saves.prefix:
+        path = session.save_lora(tensors, steps=state.step)
+        session.states.save(state)
+    return TrainedLora(tensors, {"loss": drawable(state.losses)}, state.step, path)
+
+
+def training_identity(
+    patcher: Any,
+    targets: Sequence[Target],
+    samples: Sequence[SampleSource],
+    request: TrainingRequest,
+    *,
+    data: TrainingCache | None = None,
+) -> dict[str, str]:
+    """Return what has to be the same for a training to be gone on with bit for bit."""
+    config = request.training
+    weights = fingerprint_model(patcher.model.diffusion_model)
+    # A cache knows its content without being read.
+    content = data.digest if data else fingerprint([fingerprint(sample.read()) for sample in samples])
+    layers = fingerprint([target.path for target in targets])
+    return {
+        "base model": f"{type(patcher.model).__name__} {weights}",
+        "dataset": f"{len(samples)} latents {content}",
+        "targets": f"{len(targets)} layers {layers}",
+        "rank": str(request.lora.rank),
+        "alpha": str(request.lora.alpha),
+        "seed": str(config.seed),
+        "batch_size": str(config.batch_size),
+        "grad_accumulation_steps": str(config.accumulation_steps),
+        "optimizer": config.optimizer,
+        "loss_function": config.loss,
+    }
+
+
+def _prompt_id() -> str:
+    """Return the id of the prompt that runs, or one of our own outside of a prompt."""
+    from comfy_execution.utils import get_executing_context
+
+    context = get_executing_context()
+    return context.prompt_id if context is not None else f"local-{uuid.uuid4()}"
 
 
 @dataclass(frozen=True)
@@ -167,17 +173,12 @@ class PreparedModel:
     manager: OffloadTrainingManager | None
 
     def train(
-        self, samples: Sequence[SampleSource], config: TrainingConfig, *, node_id: str | None
-    ) -> list[float]:
-        """Train the adapters and return the loss of every step."""
+        self, samples: Sequence[SampleSource], config: TrainingConfig, session: TrainingSession
+    ) -> Training:
+        """Train the adapters and return the training after its last step."""
         device = self.patcher.load_device
         process = ComfyProcess(self.patcher, device, seed=config.seed)
         self.rewrite(process, samples, seed=config.seed)
-        bar = comfy.utils.ProgressBar(config.steps)
-
-        def report(step: int, loss: float) -> None:
-            bar.update_absolute(step, config.steps)
-            _show_text(f"step {step}/{config.steps}  loss {loss:.5f}", node_id)
 
         def before_micro_step() -> None:
             comfy.model_management.throw_exception_if_processing_interrupted()
@@ -187,12 +188,22 @@ class PreparedModel:
         callbacks = Callbacks(
             before_micro_step=before_micro_step,
             after_backward=self.manager.after_backward if self.manager else Callbacks().after_backward,
-            after_step=report,
+            after_step=session.after_step,
+            after_skip=session.after_skip,
         )
-        training = Training(process, samples, self.adapters, config, device=device, callbacks=callbacks)
+        training = Training(
+            process,
+            samples,
+            self.adapters,
+            config,
+            device=device,
+            callbacks=callbacks,
+            network=self.patcher.model.diffusion_model,
+        )
         cache = self.manager.modulation_cache if self.manager else None
         ahead = ModulationAhead(cache, process, training.coming_batches) if cache else None
-        return training.run()
+        session.run(training)
+        return training
 
     def rewrite(self, process: ComfyProcess, samples: Sequence[SampleSource], *, seed: int) -> None:
         """Install the out-of-place methods, and prove that they compute the same."""
@@ -251,23 +262,3 @@ def drawable(losses: list[float]) -> list[float]:
     if len(set(losses)) > 1:
         return losses
     return [*losses, math.nextafter(losses[-1], math.inf)]
-
-
-def _metadata(model: Any, request: TrainingRequest) -> dict[str, str]:
-    return {
-        "format": "pt",
-        "base_model": type(model.model).__name__,
-        "rank": str(request.lora.rank),
-        "alpha": str(request.lora.alpha),
-        "steps": str(request.training.steps),
-        "learning_rate": str(request.training.learning_rate),
-        "seed": str(request.training.seed),
-    }
-
-
-def _show_text(text: str, node_id: str | None) -> None:
-    """Show a line on the node, if a server is running."""
-    server = sys.modules.get("server")  # ComfyUI's; not imported for this, it is a whole web server
-    instance = getattr(getattr(server, "PromptServer", None), "instance", None)
-    if instance is not None and node_id is not None:
-        instance.send_progress_text(text, node_id)

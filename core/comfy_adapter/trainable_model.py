@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import comfy.model_management
+import comfy.model_patcher
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
 from ..training import is_linear
+from .model_stream import release_stream
+from .streamed_patcher import StreamedPatcher
 from .training import check_noise_model
 
 COMPUTE_DTYPES = ("auto", "bf16", "fp32")
@@ -84,7 +87,7 @@ def borrowed_model(model: Any, *, dtype: torch.dtype, keep_on_host: bool) -> Ite
         keep_on_host: Leave the weights on the patcher's offload device; False loads all of them onto
             the load device.
     """
-    patcher = _plain_clone(model)
+    patcher = plain_clone(model)
     comfy.model_management.unload_all_models()
     patcher.set_model_compute_dtype(dtype)
     patcher.model_patches_to(patcher.load_device)
@@ -102,8 +105,18 @@ def borrowed_model(model: Any, *, dtype: torch.dtype, keep_on_host: bool) -> Ite
     comfy.model_management.soft_empty_cache()
 
 
-def _plain_clone(model: Any) -> Any:
-    # Dynamic VRAM moves weights by itself, below any hook; training needs a patcher that does not.
+def plain_clone(model: Any) -> Any:
+    """Return a clone whose weights only ``ModelPatcher``'s own code moves, over weights at rest.
+
+    Raises:
+        RequestError: If the MODEL has dynamic VRAM and its loader cannot make it anew.
+    """
+    if isinstance(model, StreamedPatcher):
+        release_stream(model)
+        clone = model.clone()
+        clone.__class__ = comfy.model_patcher.ModelPatcher
+        return clone
+    # Dynamic VRAM moves weights by itself, below any hook.
     if not getattr(model, "is_dynamic", lambda: False)():
         return model.clone()
     try:

@@ -43,13 +43,29 @@ class Caption:
     latent: Tensor
 
 
-def read_samples(model: Any, latents: Sequence[dict], conditioning: Sequence[list]) -> list[Sample]:
+@dataclass(frozen=True)
+class Guidance:
+    """The guidance scale that a network with an embedded one is trained at.
+
+    Attributes:
+        value: The scale.
+        replaces: Also where a caption brings its own (Flux Guidance).
+    """
+
+    value: float
+    replaces: bool = False
+
+
+def read_samples(
+    model: Any, latents: Sequence[dict], conditioning: Sequence[list], *, guidance: Guidance | None = None
+) -> list[Sample]:
     """Return the training samples.
 
     Args:
         model: The MODEL (``ModelPatcher``); decides the latents' scale and number of channels.
         latents: LATENTs, each with ``samples`` ``(N, C, ...)``.
         conditioning: CONDITIONINGs, each a list of ``[embedding, options]``.
+        guidance: See ``set_guidance``.
 
     Raises:
         RequestError: If something is missing, does not match, or could not be honoured.
@@ -57,9 +73,10 @@ def read_samples(model: Any, latents: Sequence[dict], conditioning: Sequence[lis
     rows = [row for latent in latents for row in _latent_rows(latent)]
     entries = [entry for entries in conditioning for entry in entries]
     for index, entry in enumerate(entries):
-        _check_caption(index, entry)
-    pairs = pair_samples(rows, [_normal(list(entry)) for entry in entries])
-    scaled = [_scale(model, sample.latent) for sample in pairs]
+        check_caption(f"caption {index}", entry)
+    captions = [set_guidance(_normal(list(entry)), guidance) for entry in entries]
+    pairs = pair_samples(rows, captions)
+    scaled = [scale_latent(model, sample.latent) for sample in pairs]
     return [
         Sample(latent, Caption(sample.condition, latent))
         for sample, latent in zip(pairs, scaled, strict=True)
@@ -84,35 +101,52 @@ def _latent_rows(latent: dict) -> list[Tensor]:
     return list(samples.detach().to("cpu", torch.float32, copy=True).split(1)) if samples.numel() else []
 
 
-def _check_caption(index: int, entry: Any) -> None:
+def set_guidance(entry: list, guidance: Guidance | None) -> list:
+    """Return ``[embedding, options]`` with the guidance scale; None changes nothing."""
+    embedding, options = entry
+    if guidance is None or ("guidance" in options and not guidance.replaces):
+        return entry
+    return [embedding, {**options, "guidance": guidance.value}]
+
+
+def check_caption(what: str, entry: Any) -> None:
+    """Refuse a caption that carries what training could not honour.
+
+    Raises:
+        RequestError: Naming ``what`` and what it carries.
+    """
     embedding, options = entry[0], entry[1]
     if isinstance(embedding, Tensor) and embedding.shape[0] != 1:
         raise RequestError(
-            f"caption {index} holds a batch of {embedding.shape[0]} embeddings",
+            f"{what} holds a batch of {embedding.shape[0]} embeddings",
             limit="Each caption must be one embedding, so that it belongs to one latent",
             way_out="Give one conditioning per caption",
         )
     if isinstance(embedding, Tensor) and not bool(torch.isfinite(embedding).all()):
         raise RequestError(
-            f"caption {index} has NaN or infinite values",
+            f"{what} has NaN or infinite values",
             limit="Every value of an embedding must be a finite number",
             way_out="Check the text encoder that made it",
         )
     refused = [
-        f"{what} ({key})"
-        for key, what in _REFUSED.items()
+        f"{kind} ({key})"
+        for key, kind in _REFUSED.items()
         if options.get(key) is not None and options[key] != _NEUTRAL.get(key)
     ]
     if refused:
         raise RequestError(
-            f"caption {index} carries {', '.join(refused)}",
+            f"{what} carries {', '.join(refused)}",
             limit="Training learns from whole latents at all noise levels without other models",
             way_out="Connect the conditioning from before that node",
         )
 
 
-def _scale(model: Any, latent: Tensor) -> Tensor:
-    """Return the latent as the sampler would give it to the model, ``(1, C, ...)``."""
+def scale_latent(model: Any, latent: Tensor) -> Tensor:
+    """Return the latent as the sampler would give it to the model, ``(1, C, ...)``.
+
+    Raises:
+        RequestError: If it is not one of this model's VAE.
+    """
     latent_format = model.get_model_object("latent_format")
     if latent_format.latent_dimensions == 3 and latent.ndim == 4:
         latent = latent.unsqueeze(2)

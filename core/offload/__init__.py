@@ -1,4 +1,4 @@
-"""Layer offload: train a model whose weights stay on the host, one unit at a time on the target.
+"""Layer offload: train or run a model whose weights stay on the host, a part at a time on the target.
 
 ``OffloadTrainingManager`` attaches to any ``torch.nn.Module`` and comes off again; the model's code
 is not touched. Plain PyTorch; it knows neither ComfyUI nor LoRA.
@@ -11,6 +11,11 @@ memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena``
 operations out of sight; ``modulation`` keeps what small frozen layers returned, ``modulation_layers``
 and ``modulation_store`` say for which layers and how; ``planner`` and ``prediction`` decide what
 stays on the target, from what ``tuner`` and ``step_timer`` measure.
+
+``ModelStreamer`` runs a frozen model without gradients within a budget; its files begin with
+``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_buffers``
+holds what several models share, ``stream_block``, ``stream_masters`` and ``stream_blocks`` are one
+block's tensors, bytes and place in the model.
 """
 
 from .manager import OffloadTrainingManager
@@ -19,10 +24,17 @@ from .modulation_layers import ModulationLayers, ModulationPlan
 from .planner import ResidencyPlan, plan_residency
 from .prediction import BucketProfile, OffloadProfile, Prediction, predict
 from .stats import OffloadStats
+from .stream_block import WeightChange
+from .stream_buffers import StreamPool
+from .stream_config import StreamConfig
+from .stream_masters import alias, point_at
+from .stream_stats import StreamStats
+from .streamer import ModelStreamer
 from .tuner import OffloadBudget
 
 __all__ = [
     "BucketProfile",
+    "ModelStreamer",
     "ModulationCache",
     "ModulationLayers",
     "ModulationPlan",
@@ -32,6 +44,12 @@ __all__ = [
     "OffloadTrainingManager",
     "Prediction",
     "ResidencyPlan",
+    "StreamConfig",
+    "StreamPool",
+    "StreamStats",
+    "WeightChange",
+    "alias",
     "plan_residency",
+    "point_at",
     "predict",
 ]

@@ -6,6 +6,7 @@ What this module does not do: it has no slot of its own; ``residency`` gives and
 from __future__ import annotations
 
 import bisect
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +63,7 @@ class Bucket:
         slot: Where its bytes are on the target, or None.
         pins: How many running forwards need it there.
         is_bound: Whether its tensors point at the slot.
+        host_lock: Held while the masters change in another thread, and while a copy of them is started.
         is_kept: Whether it stays on the target between uses.
         is_spent: Whether its part of the running backward is over, as far as can be seen: its slot is
             the one to take for what comes next.
@@ -84,6 +86,7 @@ class Bucket:
         self.is_bound = False
         self.is_kept = False
         self.is_spent = False
+        self.host_lock = threading.Lock()
 
     def place(self, region: HostRegion) -> None:
         """Give the masters their memory."""
@@ -114,7 +117,7 @@ class Bucket:
                     replaced_segments.append(segment)
         for segment in changed.values():
             transfer.write_back(self._in_slot(segment), segment.host)
-        self.slot.note_content(self)
+            self.slot.versions[segment.index] = segment.version()
         for segment in replaced_segments:
             self.slot.versions[segment.index] = None
 

@@ -12,11 +12,10 @@ What this module does not do: it neither attaches nor removes; ``manager`` does.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.variable import Variable
@@ -28,6 +27,7 @@ from .fused_steps import FusedSteps
 from .gradients import HostGradients
 from .hooks import Scope, TaskEnd, Unit, tensors_in
 from .module_dicts import ManagedDict
+from .overlapped_steps import OverlappedSteps
 from .prefetch import LookAhead
 from .replacements import Replacements
 from .residency import Residency
@@ -35,28 +35,12 @@ from .saved_tensors import SavedTensorHooks
 from .step_timer import StepTimer
 from .store import Store
 from .transfer import make_transfer
-from .unobserved import run_unobserved
+from .unobserved import exclusive
 
 if TYPE_CHECKING:
     from .manager import OffloadTrainingManager
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 NO_TASK = -1
-
-
-def _exclusive(method: Callable[P, R]) -> Callable[P, R]:
-    """Run a method of the engine under its lock, unobserved."""
-
-    @functools.wraps(method)
-    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
-        engine = args[0]
-        assert isinstance(engine, Engine)
-        with engine.lock:
-            return run_unobserved(method, *args, **kwargs)
-
-    return locked
 
 
 class Engine:
@@ -74,6 +58,7 @@ class Engine:
         self.saved_tensors = SavedTensorHooks(self)
         self.look_ahead = LookAhead(self.residency)
         self.fused_steps = FusedSteps(self._is_streamed) if config.optimizer_on_host else None
+        self.overlapped_steps: OverlappedSteps | None = None
         self.timer: StepTimer | None = None
         self.num_open_scopes = 0
         self._local = threading.local()
@@ -123,7 +108,7 @@ class Engine:
         if self.num_open_scopes == 0 and torch._C._current_graph_task_id() == NO_TASK:
             self._end_forward()
 
-    @_exclusive
+    @exclusive
     def _end_forward(self) -> None:
         """Let go of what was brought in ahead and not used (a forward that ended early)."""
         self.look_ahead.end_forward()
@@ -142,7 +127,7 @@ class Engine:
             self.leave(scope)
             self.watch(timer)
 
-    @_exclusive
+    @exclusive
     def keep_returned(self, output: Any) -> None:
         """Hand a parameter that a forward returns as it is over to the scope outside."""
         outside = self._scopes()[:-1]
@@ -163,13 +148,13 @@ class Engine:
         if scope is not None:
             self._use_entry(holder, name, scope)
 
-    @_exclusive
+    @exclusive
     def entry_changed(self, holder: ManagedDict, name: str, before: torch.Tensor | None) -> None:
         """Note that a module's entry, which held ``before``, was assigned or deleted."""
         inside = bool(self._scopes()) or torch._C._current_graph_task_id() != NO_TASK
         self.replacements.note(holder, name, before=before, is_inside_forward=inside)
 
-    @_exclusive
+    @exclusive
     def settle(self) -> None:
         """Take assigned tensors under management, if no forward runs.
 
@@ -184,7 +169,7 @@ class Engine:
 
     # Backwards
 
-    @_exclusive
+    @exclusive
     def reopen(
         self,
         bucket: Bucket,
@@ -203,7 +188,7 @@ class Engine:
             self.look_ahead.reopened(bucket)
         return view
 
-    @_exclusive
+    @exclusive
     def end_task(self, task_id: int) -> None:
         """Close a backward: nothing but the resident set stays, and gradients are complete."""
         scope = self._tasks.pop(task_id, None)
@@ -225,6 +210,26 @@ class Engine:
         for task_id in list(self._tasks):
             self.end_task(task_id)
         self.end_task(NO_TASK)
+
+    # The optimizer
+
+    def overlap_optimizer(self, optimizer: torch.optim.Optimizer, accumulation_steps: int) -> OverlappedSteps:
+        """Step ``optimizer`` during backwards; an earlier overlap ends."""
+        if self.overlapped_steps is not None:
+            self.overlapped_steps.remove()
+        self.overlapped_steps = OverlappedSteps(
+            optimizer,
+            self.gradients,
+            transfer=self.transfer,
+            accumulation_steps=accumulation_steps,
+        )
+        return self.overlapped_steps
+
+    def remove_steps(self) -> None:
+        """Let optimizers step as torch has it."""
+        for steps in (self.overlapped_steps, self.fused_steps):
+            if steps is not None:
+                steps.remove()
 
     def watch(self, timer: StepTimer | None) -> StepTimer | None:
         """Time what happens from now on, or stop that; return the timer that ran."""
@@ -257,7 +262,7 @@ class Engine:
             self._tasks[task] = Scope()
         return task
 
-    @_exclusive
+    @exclusive
     def _close(self, scope: Scope) -> None:
         is_recompute = torch._C._current_graph_task_id() != NO_TASK
         while scope.buckets:
@@ -267,7 +272,7 @@ class Engine:
                 bucket.unbind(self.transfer)
                 (self.residency.cache if is_recompute else self.residency.drop)(bucket)
 
-    @_exclusive
+    @exclusive
     def _use_unit(self, unit: Unit, scope: Scope) -> None:
         for bucket in list(unit.buckets):
             if not bucket.is_bound:
@@ -275,7 +280,7 @@ class Engine:
         for bucket in list(unit.buckets):
             self._use(bucket, scope)
 
-    @_exclusive
+    @exclusive
     def _use_entry(self, holder: ManagedDict, name: str, scope: Scope) -> None:
         managed = holder.managed[name]
         if id(managed.bucket) in scope.buckets:

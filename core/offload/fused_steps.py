@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .segments import extent_bytes
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -47,7 +47,7 @@ class FusedSteps:
     def switch(self, optimizer: torch.optim.Optimizer) -> None:
         """Ask for the fused kernel in every group that it suits."""
         self.switch_back()
-        if type(optimizer) not in _FUSED:
+        if type(optimizer) not in FUSED_OPTIMIZERS:
             return
         for group in optimizer.param_groups:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]

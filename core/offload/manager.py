@@ -16,13 +16,14 @@ from torch import nn
 from ..errors import OffloadError
 from ..module_hooks import install_hook, remove_hook
 from .attach import check_request, collect, make_dicts, make_units, set_dict, take_over
-from .checks import check_model
+from .checks import check_model, check_overlap
 from .config import OffloadConfig
 from .engine import Engine
 from .hooks import HOOK_NAME, UnitHook
 from .modulation import ModulationCache
 from .modulation_layers import ModulationPlan, find_layers
 from .module_dicts import ManagedDict
+from .overlapped_steps import OverlappedSteps
 from .planner import ResidencyPlan
 from .saved_tensors import check_torch
 from .stats import OffloadStats
@@ -153,6 +154,27 @@ class OffloadTrainingManager:
         """
         return lower_residency(self._running_engine(), nbytes)
 
+    def overlap_optimizer(
+        self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int = 1
+    ) -> OverlappedSteps:
+        """Step the optimizer's parameters on the host while the backward goes on.
+
+        The loop stays as it is, ``optimizer.step()`` included, but must not touch gradients or
+        hyperparameters between the backward and the step; ``overlapped_steps`` says why. The optimizer
+        and its state remain the caller's; ``remove()`` of the result, or of the manager, ends it.
+
+        Args:
+            optimizer: One of ``torch.optim`` that treats every parameter by itself.
+            accumulation_steps: How many backwards there are before each step.
+
+        Raises:
+            RequestError: If the optimizer is of another kind, or parameters are not offloaded.
+            OffloadError: If the manager was removed.
+        """
+        engine = self._running_engine()
+        check_overlap(engine.config)
+        return engine.overlap_optimizer(optimizer, accumulation_steps)
+
     def forward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which reading a weight brings it to the target, as inside a forward.
 
@@ -181,8 +203,7 @@ class OffloadTrainingManager:
         with unobserved():
             engine.end_all_tasks()
             engine.gradients.remove()
-            if engine.fused_steps is not None:
-                engine.fused_steps.remove()
+            engine.remove_steps()
             engine.store.restore()
         engine.residency.set_kept((), cache_limit_bytes=0)
         engine.residency.pool.trim(0)

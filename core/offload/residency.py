@@ -176,8 +176,9 @@ class Residency:
         self._make_room(0 if bucket.is_kept else bucket.nbytes)
         slot = self._acquire(bucket.nbytes, is_kept=bucket.is_kept)
         slot.is_kept = bucket.is_kept
-        slot.note_content(bucket)
-        self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
+        with bucket.host_lock:
+            slot.note_content(bucket)
+            self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
         self._by_address[slot.address] = slot
         self._count(slot, bucket.nbytes)
         self.note_peak()

@@ -157,7 +157,9 @@ class _HookPair:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SlotHandle):
             packed.check()
-            return self.engine.reopen(packed.bucket, packed.segment, packed.view)
+            view = self.engine.reopen(packed.bucket, packed.segment, packed.view)
+            packed.check()  # an overlapped optimizer may have stepped it meanwhile
+            return view
         if isinstance(packed, _OuterValue):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapper):

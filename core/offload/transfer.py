@@ -71,6 +71,9 @@ class Transfer:
     def wait(self, lease: Lease) -> None:
         """Make the current stream wait until the slot's copy is done."""
 
+    def finish(self, lease: Lease) -> None:
+        """Make the host wait until the slot's copy is done."""
+
     def retire(self, lease: Lease) -> None:
         """Note that everything launched so far was the last use of the slot's content."""
 
@@ -172,6 +175,11 @@ class CudaTransfer(Transfer):
             stream.wait_event(lease.copied)
             if self.timer is not None and begin is not None:
                 self.timer.waited(begin)
+
+    @override
+    def finish(self, lease: Lease) -> None:
+        assert isinstance(lease, _CudaLease)
+        lease.copied.synchronize()
 
     @override
     def retire(self, lease: Lease) -> None:

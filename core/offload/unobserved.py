@@ -6,9 +6,10 @@ Autograd would record them, a ``torch.func`` transform would wrap what they make
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
+L = TypeVar("L", bound="_Locked")
 
 
 @contextmanager
@@ -42,6 +44,22 @@ def run_unobserved(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwarg
         return function(*args, **kwargs)
     finally:
         torch._C._set_grad_enabled(before)
+
+
+class _Locked(Protocol):
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
+
+
+def exclusive(method: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
+    """Run a method under its object's ``lock``, unobserved."""
+
+    @functools.wraps(method)
+    def locked(owner: L, *args: P.args, **kwargs: P.kwargs) -> R:
+        with owner.lock:
+            return run_unobserved(method, owner, *args, **kwargs)
+
+    return locked
 
 
 def _is_observed() -> bool:

@@ -3,14 +3,23 @@
 Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no ComfyUI.
 """
 
+from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh
 from .parallelize import ParallelHandle, install_parallel, parallelize
 from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
+from .planner import DegreePlan, choose_degrees
 from .tensor_parallel import TensorParallelHandle
 from .tensor_shards import TensorShards, largest_rank_bytes
 
 __all__ = [
+    "predict",
+    "choose_degrees",
+    "Prediction",
+    "Machine",
+    "DenoiserWork",
+    "DegreePlan",
+    "AttentionWork",
     "ModelPlan",
     "ParallelDims",
     "ParallelHandle",

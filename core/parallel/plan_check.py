@@ -125,7 +125,8 @@ def validate_model(plan: ModelPlan, model: nn.Module, dims: ParallelDims) -> Non
     heads = fewest = head_count(plan, model)
     if dims.tp > 1:
         # Ulysses deals out what heads a rank has; the last has the fewest.
-        fewest = TensorShards(model, plan, degree=dims.tp, rank=dims.tp - 1).local_heads(heads)
+        last = dims.tp - 1
+        fewest = TensorShards(model, plan, degree=dims.tp, rank=last).units.local_heads(heads, last)
     _check_ulysses(plan, dims, heads, fewest)
 
 

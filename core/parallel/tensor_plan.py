@@ -23,15 +23,17 @@ class Unit:
 
     Args:
         name: What the parts of weights call it; also for people.
-        channels: Attribute path from the model to the number of channels of all units; several are
-            multiplied.
+        channels: Attribute path to the number of channels of all units; several are multiplied.
         count: Attribute path to the number of units, or None if any cut will do (feed-forward).
-        optional: Whether some configurations of the class have no such channels.
+        scope: Path with wildcards of the modules that have so many, if they differ in it: attribute paths
+            begin there, and what is inside of it is cut by its numbers. Empty: the model.
+        optional: Whether some configurations of the class have no module at ``scope``.
     """
 
     name: str
     channels: str | tuple[str, ...]
     count: str | None = None
+    scope: str = ""
     optional: bool = False
 
 
@@ -141,7 +143,7 @@ class TensorPlan:
     """How the weights of one model class are cut over ranks. What no rule names, every rank holds whole.
 
     Args:
-        units: Kinds of units.
+        units: Kinds of units; of one name there may be several, with different scopes.
         rules: In any order; a module may have at most one that cuts its weights.
     """
 

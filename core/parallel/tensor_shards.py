@@ -28,7 +28,7 @@ from .tensor_plan import (
     RowParallel,
     TensorRule,
 )
-from .tensor_units import UnitShares, check_tensor_degree, runs, unit_shares
+from .tensor_units import SharedUnits, UnitShares, refuse_without_tensor_plan, runs
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,11 @@ class TensorShards:
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, *, degree: int, rank: int) -> None:
-        check_tensor_degree(model, plan, degree)
+        refuse_without_tensor_plan(plan, degree)
         assert plan.tensor is not None
-        self.plan = plan.tensor
         self.degree = degree
         self.rank = rank
-        self.units = unit_shares(model, plan.tensor, degree)
+        self.units = SharedUnits(model, plan, degree)
         self.parts: dict[str, TensorPart] = {}
         self.modules: dict[str, ShardedModule] = {}
         for rule in plan.tensor.rules:
@@ -137,20 +136,15 @@ class TensorShards:
         except PlanError as error:
             raise PlanError(f"{name}: {error}") from None
 
-    def local_heads(self, num_heads: int) -> int:
-        """Return how many of the model's attention heads this rank has (the plan's first counted unit)."""
-        counted = next(unit for unit in self.plan.units if unit.count is not None and unit.name in self.units)
-        return self.units[counted.name].share(num_heads, self.rank)
-
     def _add(self, rule: TensorRule, entry: ShardedModule) -> None:
         if isinstance(rule, LocalAttribute):
             value = getattr(entry.module, rule.name, None)
             if not isinstance(value, int):
                 raise PlanError(f"{entry.path}.{rule.name} is {value!r}, which is no count of {rule.unit}")
-            entry.attributes[rule.name] = self.units[rule.unit].share(value, self.rank)
+            entry.attributes[rule.name] = self.units.at(rule.unit, entry.path).share(value, self.rank)
             return
         if isinstance(rule, LocalArgument):
-            entry.arguments.append((rule, self.units[rule.unit]))
+            entry.arguments.append((rule, self.units.at(rule.unit, entry.path)))
             return
         if entry.rule is not None:
             raise PlanError(f"the plan cuts the weights of {entry.path} twice")
@@ -160,7 +154,7 @@ class TensorShards:
             self._cut(entry, rule, runs(_weight(entry).shape[_weight_dim(entry)], self.degree))
         else:
             assert isinstance(rule, ColumnParallel | RowParallel | EmbeddingColumn | NormAcrossRanks)
-            self._cut(entry, rule, *(self.units[name] for name in rule.parts))
+            self._cut(entry, rule, *(self.units.at(name, entry.path) for name in rule.parts))
 
     def _cut(self, entry: ShardedModule, rule: TensorRule, *shares: UnitShares) -> None:
         """Note the part of every parameter of a module, and the sizes that it has as attributes."""

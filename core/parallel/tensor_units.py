@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..errors import PlanError, RequestError
+from ..module_paths import find_modules, has_modules
 from .mesh import input_name
 from .plan import ModelPlan
 from .sequence import split_sizes
-from .tensor_plan import TensorPlan, Unit
+from .tensor_plan import Unit
 
 # Channels without units of their own are dealt out in runs as long as possible: matrix kernels are slower
 # for odd sizes.
@@ -54,76 +54,90 @@ class UnitShares:
         return share
 
 
-def check_tensor_degree(model: nn.Module, plan: ModelPlan, degree: int) -> None:
-    """Check that the model's weights can be shared by ``degree`` ranks.
+class SharedUnits:
+    """How every kind of unit of a model is dealt out.
+
+    Args:
+        model: The whole model, possibly on the meta device.
+        plan: The plan of its class.
+        degree: Ranks that share the weights.
 
     Raises:
-        RequestError: If not; every rank needs at least one unit of each kind.
+        RequestError: If there are fewer units of some kind than ranks.
         PlanError: If the plan does not fit the model.
     """
-    asked = f"{input_name('tp')}={degree} was asked for {plan.name}"
-    if plan.tensor is None:
-        raise RequestError(
-            asked,
-            limit="This model has no plan that says how its weights can be shared",
-            way_out=f"Set {input_name('tp')} to 1",
-        )
-    for unit, count in _unit_counts(model, plan.tensor):
+
+    def __init__(self, model: nn.Module, plan: ModelPlan, degree: int) -> None:
+        self._shares: dict[str, dict[str, UnitShares]] = {}
+        self._counted: list[UnitShares] = []
+        assert plan.tensor is not None
+        for unit in plan.tensor.units:
+            if unit.optional and not has_modules(model, unit.scope):
+                continue
+            for scope, module in find_modules(model, unit.scope):
+                shares = self._deal(plan, unit, module, degree)
+                self._shares.setdefault(unit.name, {})[scope] = shares
+                if unit.name == plan.tensor.units[0].name:
+                    self._counted.append(shares)
+
+    def at(self, name: str, path: str) -> UnitShares:
+        """Return the shares that hold for the module at ``path``.
+
+        Raises:
+            PlanError: If the plan has no such unit there.
+        """
+        for scope, shares in self._shares.get(name, {}).items():
+            if not scope or path == scope or path.startswith(f"{scope}."):
+                return shares
+        raise PlanError(f"the plan has no units {name!r} for {path}")
+
+    def local_heads(self, num_heads: int, rank: int) -> int:
+        """Return the rank's share of the model's fewest attention heads (units of the first name)."""
+        return min(self._counted, key=lambda shares: sum(shares.counts)).share(num_heads, rank)
+
+    def _deal(self, plan: ModelPlan, unit: Unit, module: nn.Module, degree: int) -> UnitShares:
+        channels = _channels(module, unit)
+        count = channels if unit.count is None else _attribute(module, unit.count)
         if degree > count:
             raise RequestError(
-                asked,
+                f"{input_name('tp')}={degree} was asked for {plan.name}",
                 limit=f"Tensor parallel gives each rank whole {unit.name}, and this model has {count}",
                 way_out=f"Set {input_name('tp')} to a number from 1 to {count}",
             )
-
-
-def unit_shares(model: nn.Module, plan: TensorPlan, degree: int) -> dict[str, UnitShares]:
-    """Return how each kind of unit is dealt out to ``degree`` ranks, by name."""
-    shares = {}
-    counts = {unit.name: count for unit, count in _unit_counts(model, plan)}
-    for unit in plan.units:
-        if unit.name not in counts:
-            continue
-        channels = _channels(model, unit)
-        assert channels is not None
         if unit.count is None:
-            shares[unit.name] = runs(channels, degree)
-            continue
-        width, rest = divmod(channels, counts[unit.name])
+            return runs(channels, degree)
+        width, rest = divmod(channels, count)
         if rest:
-            raise PlanError(f"{channels} channels are not {counts[unit.name]} whole {unit.name}")
-        shares[unit.name] = UnitShares(width, split_sizes(counts[unit.name], degree))
-    return shares
+            raise PlanError(f"{channels} channels are not {count} whole {unit.name}")
+        return UnitShares(width, split_sizes(count, degree))
 
 
-def _unit_counts(model: nn.Module, plan: TensorPlan) -> Iterable[tuple[Unit, int]]:
-    for unit in plan.units:
-        channels = _channels(model, unit)
-        if channels is None:
-            if unit.optional:
-                continue
-            raise PlanError(f"{unit.channels!r} is no number of channels of {unit.name}")
-        if unit.count is None:
-            yield unit, channels
-            continue
-        count = _attribute(model, unit.count)
-        if count is None:
-            raise PlanError(f"{unit.count!r} is no number of {unit.name} in {type(model).__name__}")
-        yield unit, count
+def refuse_without_tensor_plan(plan: ModelPlan, degree: int) -> None:
+    """Check that a model's plan says how its weights can be shared.
+
+    Raises:
+        RequestError: If not.
+    """
+    if plan.tensor is None:
+        raise RequestError(
+            f"{input_name('tp')}={degree} was asked for {plan.name}",
+            limit="This model has no plan that says how its weights can be shared",
+            way_out=f"Set {input_name('tp')} to 1",
+        )
 
 
-def _channels(model: nn.Module, unit: Unit) -> int | None:
+def _channels(module: nn.Module, unit: Unit) -> int:
     paths = (unit.channels,) if isinstance(unit.channels, str) else unit.channels
-    factors = [_attribute(model, path) for path in paths]
-    known = [factor for factor in factors if factor is not None]
-    return math.prod(known) if len(known) == len(factors) else None
+    return math.prod(_attribute(module, path) for path in paths)
 
 
-def _attribute(model: nn.Module, path: str) -> int | None:
-    value: Any = model
+def _attribute(module: nn.Module, path: str) -> int:
+    value: Any = module
     for name in path.split("."):
         value = getattr(value, name, None)
-    return value if isinstance(value, int) else None
+    if not isinstance(value, int):
+        raise PlanError(f"{path!r} is no number in {type(module).__name__}, which the plan counts units by")
+    return value
 
 
 def runs(channels: int, degree: int) -> UnitShares:

@@ -30,6 +30,7 @@ from ..parallel.plan import (
 )
 from ..parallel.tensor_plan import (
     ColumnParallel,
+    GatheredColumn,
     LocalArgument,
     LocalAttribute,
     NormAcrossRanks,
@@ -67,6 +68,10 @@ def _attention_rules(path: str, heads: str, tables: tuple[str, ...] = ()) -> tup
 
 def _feed_forward_rules(path: str, unit: str) -> tuple[TensorRule, ...]:
     return (ColumnParallel(f"{path}.net.0.proj", parts=(unit,)), RowParallel(f"{path}.net.2", parts=(unit,)))
+
+
+def _modulation_rules(*names: str) -> tuple[TensorRule, ...]:
+    return tuple(GatheredColumn(f"{name}.linear", optional=True) for name in names)
 
 
 VIDEO_PLAN = ModelPlan(
@@ -107,6 +112,7 @@ VIDEO_PLAN = ModelPlan(
             *_attention_rules("transformer_blocks.*.attn2", "heads"),
             *_feed_forward_rules("transformer_blocks.*.ff", "mlp"),
             # Modulation in the blocks is a table of numbers, which stays whole.
+            *_modulation_rules("adaln_single", "prompt_adaln_single"),
         ),
     ),
 )
@@ -122,6 +128,11 @@ _WHOLE = (
     "v_context", "a_context", "attention_mask", "a_timestep", "a_pe", "a_cross_pe",
     "a_cross_scale_shift_timestep", "a_cross_gate_timestep", "v_prompt_timestep", "a_prompt_timestep",
     "transformer_options",
+)  # fmt: skip
+
+_AUDIO_MODULATION = (
+    "audio_adaln_single", "audio_prompt_adaln_single", "av_ca_video_scale_shift_adaln_single",
+    "av_ca_a2v_gate_adaln_single", "av_ca_audio_scale_shift_adaln_single", "av_ca_v2a_gate_adaln_single",
 )  # fmt: skip
 
 AUDIO_VIDEO_PLAN = ModelPlan(
@@ -179,6 +190,7 @@ AUDIO_VIDEO_PLAN = ModelPlan(
             ),
             *_feed_forward_rules("transformer_blocks.*.ff", "mlp"),
             *_feed_forward_rules("transformer_blocks.*.audio_ff", "audio mlp"),
+            *_modulation_rules("adaln_single", "prompt_adaln_single", *_AUDIO_MODULATION),
         ),
     ),
 )

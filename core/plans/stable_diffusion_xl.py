@@ -32,12 +32,7 @@ from ..parallel.tensor_plan import (
     Unit,
 )
 
-# Where attention stacks can be: levels differ in channels and heads, so each has units of its own.
-_STACKS = (
-    *(f"input_blocks.{index}.1" for index in range(12)),
-    "middle_block.1",
-    *(f"output_blocks.{index}.1" for index in range(12)),
-)
+_STACKS = ("input_blocks.*.*", "middle_block.*", "output_blocks.*.*")
 
 
 def _stack_rules(stack: str) -> tuple[ModuleRule, ...]:
@@ -55,33 +50,29 @@ def _stack_rules(stack: str) -> tuple[ModuleRule, ...]:
     )
 
 
-def _stack_units(stack: str) -> tuple[Unit, ...]:
-    first = f"{stack}.transformer_blocks.0"
+def _tensor_units(stack: str) -> tuple[Unit, ...]:
+    """Return the units of one kind of stack; deeper levels have more."""
+    scope = f"{stack}.transformer_blocks.*"
     return (
-        Unit(
-            f"heads of {stack}",
-            channels=f"{first}.attn1.to_q.out_features",
-            count=f"{first}.n_heads",
-            optional=True,
-        ),
-        Unit(f"mlp of {stack}", channels=f"{first}.ff.net.2.in_features", optional=True),
+        Unit("heads", channels="attn1.to_q.out_features", count="n_heads", scope=scope, optional=True),
+        Unit("mlp", channels="ff.net.2.in_features", scope=scope, optional=True),
     )
 
 
 def _tensor_rules(stack: str) -> tuple[TensorRule, ...]:
-    blocks, heads, mlp = f"{stack}.transformer_blocks.*", (f"heads of {stack}",), f"mlp of {stack}"
-    attentions = tuple(f"{blocks}.{name}" for name in ("attn1", "attn2"))
+    blocks = f"{stack}.transformer_blocks.*"
+    attentions = (f"{blocks}.attn1", f"{blocks}.attn2")
     return (
         *(
-            ColumnParallel(f"{attention}.{name}", parts=heads, optional=True)
+            ColumnParallel(f"{attention}.{name}", parts=("heads",), optional=True)
             for attention in attentions
             for name in ("to_q", "to_k", "to_v")
         ),
-        *(RowParallel(f"{attention}.to_out.0", parts=heads, optional=True) for attention in attentions),
-        *(LocalAttribute(attention, name="heads", unit=heads[0], optional=True) for attention in attentions),
+        *(RowParallel(f"{attention}.to_out.0", parts=("heads",), optional=True) for attention in attentions),
+        *(LocalAttribute(attention, name="heads", unit="heads", optional=True) for attention in attentions),
         # Values and their gates in one layer.
-        ColumnParallel(f"{blocks}.ff.net.0.proj", parts=(mlp, mlp), optional=True),
-        RowParallel(f"{blocks}.ff.net.2", parts=(mlp,), optional=True),
+        ColumnParallel(f"{blocks}.ff.net.0.proj", parts=("mlp", "mlp"), optional=True),
+        RowParallel(f"{blocks}.ff.net.2", parts=("mlp",), optional=True),
     )
 
 
@@ -90,17 +81,13 @@ PLAN = ModelPlan(
     class_path="comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel",
     # Deeper levels have more.
     heads="input_blocks.*.*.transformer_blocks.0.n_heads",
-    rules=(
-        *_stack_rules("input_blocks.*.*"),
-        *_stack_rules("middle_block.*"),
-        *_stack_rules("output_blocks.*.*"),
-    ),
+    rules=(*(rule for stack in _STACKS for rule in _stack_rules(stack)),),
     methods=frozenset(ParallelMethod),
     whole_sequence_patches=frozenset(
         {"emb_patch", "input_block_patch", "input_block_patch_after_skip", "output_block_patch"}
     ),
     tensor=TensorPlan(
-        units=tuple(unit for stack in _STACKS for unit in _stack_units(stack)),
+        units=tuple(unit for stack in _STACKS for unit in _tensor_units(stack)),
         rules=tuple(rule for stack in _STACKS for rule in _tensor_rules(stack)),
     ),
 )

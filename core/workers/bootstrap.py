@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import logging
@@ -32,6 +33,8 @@ HEARTBEAT_BYTES = 8
 _HEARTBEAT_PERIOD_S = 0.5
 _ADOPTION_S = 1.0
 _EXIT_PARENT_GONE = 3
+# F_SETSIG of Linux, for which this Python may have no name.
+_F_SETSIG = 10
 
 
 def load_package(alias: str, folder: str) -> None:
@@ -78,11 +81,23 @@ def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -
     threading.Thread(target=watch, name="ferry-parent-watch", daemon=True).start()
 
 
+def wake_up_with_parents_end(lifeline: int) -> None:
+    """Have the kernel send this process SIGCONT once every write end of the pipe is closed.
+
+    Not PR_SET_PDEATHSIG: that follows the *thread* which started us, and ComfyUI's come and go. A
+    running process takes no notice of SIGCONT. Source: fcntl(2), F_SETSIG and O_ASYNC.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def main() -> None:
     """Set the process up and run the worker."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--heartbeat", type=int, required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--directory", required=True)
     parser.add_argument("--alias", required=True)
@@ -91,6 +106,8 @@ def main() -> None:
 
     # A program that this worker starts must not keep the socket open.
     os.set_inheritable(arguments.control, False)
+    os.set_inheritable(arguments.lifeline, False)
+    wake_up_with_parents_end(arguments.lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)

@@ -39,6 +39,7 @@ _CLEARED = (
     "MASTER_PORT",
 )
 _REAP_S = 3.0
+_DUMP_POLL_S = 0.05
 
 
 @dataclass
@@ -51,7 +52,8 @@ class RankProcess:
         process: The process.
         link: Messages to and from it.
         log_path: What it prints, and its stacks.
-        heartbeat: Shared counter that grows while the process runs.
+        heartbeat: Shared counter that grows while the process runs Python.
+        lifeline: Write end of a pipe; that it closes, also by our own death, wakes a stopped worker up.
     """
 
     rank: int
@@ -60,10 +62,19 @@ class RankProcess:
     link: Link
     log_path: Path
     heartbeat: mmap.mmap
+    lifeline: int
 
     def beats(self) -> int:
         """Return the heartbeat counter."""
         return struct.unpack_from("<Q", self.heartbeat, 0)[0]
+
+    def close(self) -> None:
+        """Close our ends of what connects us. May be called again."""
+        self.link.close()
+        self.heartbeat.close()
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+        self.lifeline = -1
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the exit code (negative: the signal), or None if it still runs after ``timeout_s``."""
@@ -99,19 +110,33 @@ class RankGroup:
                 rank.process.kill()
         self.wait(_REAP_S)
 
-    def dump_stacks(self, *, without: Collection[int]) -> list[int]:
-        """Have every running rank but ``without`` write its stacks to its log; return those ranks."""
+    def dump_stacks(self, *, without: Collection[int], timeout_s: float) -> list[int]:
+        """Have every running rank but ``without`` write its stacks to its log; return those ranks.
+
+        Args:
+            without: Ranks to leave alone.
+            timeout_s: How long to wait for the stacks.
+        """
         others = [rank for rank in self.ranks if rank.rank not in without]
         running = [rank for rank in others if rank.process.poll() is None]
+        first = latest = [rank.log_path.stat().st_size for rank in running]
         for rank in running:
             rank.process.send_signal(signal.SIGUSR1)
+            # The signal's handler must run, also in a process that was stopped.
+            rank.process.send_signal(signal.SIGCONT)
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            time.sleep(_DUMP_POLL_S)
+            before, latest = latest, [rank.log_path.stat().st_size for rank in running]
+            if latest == before and all(map(int.__gt__, latest, first)):
+                break
         return [rank.rank for rank in running]
 
     def close(self) -> None:
         """Kill what still runs, close the links, remove the directory. May be called again."""
         self.kill()
         for rank in self.ranks:
-            rank.link.close()
+            rank.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -136,9 +161,11 @@ def launch(spec: WorkerSpec) -> RankGroup:
 def _launch_rank(spec: WorkerSpec, rank: int, visible: str, group: RankGroup) -> RankProcess:
     ours, theirs = connect()
     heartbeat = SharedFile.create("heartbeat", bootstrap.HEARTBEAT_BYTES)
+    their_lifeline, lifeline = os.pipe()
     log_path = group.directory / f"rank{rank}.log"
     command = [sys.executable, *(["-s"] if sys.flags.no_user_site else []), "-P", bootstrap.__file__]
     command += ["--control", str(theirs.fileno()), "--heartbeat", str(heartbeat.descriptor)]
+    command += ["--lifeline", str(their_lifeline)]
     command += ["--parent", str(os.getpid()), "--directory", str(group.directory)]
     command += ["--alias", PACK_ALIAS, "--root", str(PACK_ROOT)]
     try:
@@ -149,17 +176,20 @@ def _launch_rank(spec: WorkerSpec, rank: int, visible: str, group: RankGroup) ->
                 stdout=log,
                 stderr=log,
                 env=_environment(spec, rank, visible),
-                pass_fds=(theirs.fileno(), heartbeat.descriptor),
+                pass_fds=(theirs.fileno(), heartbeat.descriptor, their_lifeline),
                 # The terminal's signals go to the parent alone.
                 start_new_session=True,
             )
     except BaseException:
         ours.close()
+        os.close(lifeline)
         raise
+    finally:
+        os.close(their_lifeline)
     counter = mmap.mmap(heartbeat.descriptor, bootstrap.HEARTBEAT_BYTES)
     # Our mapping of received buffers is written by the worker alone; we only copy out of it.
     link = Link(ours, group.lender, writable=True)
-    return RankProcess(rank, spec.devices[rank], process, link, log_path, counter)
+    return RankProcess(rank, spec.devices[rank], process, link, log_path, counter, lifeline)
 
 
 def _environment(spec: WorkerSpec, rank: int, visible: str) -> dict[str, str]:

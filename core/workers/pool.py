@@ -29,7 +29,7 @@ class WorkerPool:
         self.spec = spec
         self._group = group
         self._calls = CallTable()
-        self._watchdog = Watchdog(group, self._calls, spec.deadlines)
+        self._watchdog = Watchdog(group, self._calls, spec.deadlines, waiting_shows=spec.backend == "nccl")
         self._order = threading.Lock()
         self._jobs: frozenset[str] = frozenset()
         self._finalizer = weakref.finalize(self, self._watchdog.close)

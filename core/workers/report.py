@@ -11,6 +11,8 @@ from .calls import PendingCall
 
 _TAIL_LINES = 60
 _TAIL_BYTES = 16_000
+_THREAD = "hread 0x"  # "Thread 0x..." or "Current thread 0x..."
+_DISTRIBUTED = "torch/distributed/"
 
 
 @dataclass
@@ -25,6 +27,7 @@ class RankReport:
         raised: One line: the exception it raised, or None.
         traceback: Of that exception, or None.
         ended: One line: how the process ended by itself, or None.
+        hung: Whether it did nothing for too long.
         stacks_dumped: Whether its stacks were written to the log before it was stopped.
     """
 
@@ -35,6 +38,7 @@ class RankReport:
     raised: str | None = None
     traceback: str | None = None
     ended: str | None = None
+    hung: bool = False
     stacks_dumped: bool = False
 
     @property
@@ -44,7 +48,16 @@ class RankReport:
         if said:
             return ", then ".join(said)
         stacks = "; its stacks are in its log below" if self.stacks_dumped else ""
-        return f"was still running and has been stopped{stacks}"
+        state = "did nothing any more" if self.hung else "was still running"
+        return f"{state} and has been ended{stacks}"
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether its dumped stack shows the main thread inside torch.distributed."""
+        if not self.stacks_dumped:
+            return False
+        # faulthandler writes the oldest thread last, and that is the main one.
+        return _DISTRIBUTED in log_tail(self.log_path).rpartition(_THREAD)[2]
 
     def section(self) -> str:
         """Return the rank's part of the report, several lines."""

@@ -30,7 +30,9 @@ class Deadlines:
         start_s: From the first process to the last "ready": imports, rendezvous, set-up.
         call_s: From submitting a call to its last reply, unless the call names its own.
         collective_s: One collective between workers.
-        heartbeat_s: A worker whose process does not run at all: stopped, or starved by swapping.
+        stall_s: A worker that is stopped, or that does nothing at all although a call waits for it.
+        heartbeat_s: A worker that computes but runs no Python thread, because native code keeps the
+            interpreter's lock.
         close_s: An orderly exit, before the process is killed.
 
     Raises:
@@ -40,6 +42,7 @@ class Deadlines:
     start_s: float = 120.0
     call_s: float = 600.0
     collective_s: float = 300.0
+    stall_s: float = 3.0
     heartbeat_s: float = 15.0
     close_s: float = 3.0
 

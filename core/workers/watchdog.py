@@ -1,9 +1,10 @@
 """The one thread of a pool: takes the replies, and sees to it that no caller waits for ever.
 
-A pool is lost when a rank's process ends, when a job raises, when a call is past its deadline, or
-when a process stops running (its heartbeat stands still). One lost rank loses the pool, because the
-others may be inside a collective with it. Then: give the other ranks a moment to report, have those
-that still run write their stacks, kill all, and only then tell the callers.
+A pool is lost when a rank's process ends, when a job raises, when a call is past its deadline, when a
+rank hangs (see ``stalls``), or when its interpreter runs no thread (its heartbeat stands still). One
+lost rank loses the pool, because the others may be inside a collective with it. Then: give the other
+ranks a moment to report, have those that still run write their stacks, kill all, and only then tell
+the callers.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import threading
 import time
 import traceback
 
+from .activity import ProcessActivity
 from .calls import CallTable
 from .channel import Message
 from .launcher import RankGroup, RankProcess
 from .report import RankReport, compose, describe_exit, first_failure
 from .spec import Deadlines
+from .stalls import Stall, StallDetector
 
 _TICK_S = 0.25
 # After the first failure: time for the other ranks to raise, and for stacks to reach the logs.
 _SETTLE_S = 0.5
-_DUMP_S = 0.2
+_DUMP_S = 0.5
 _EXIT_CODE_S = 1.0
 _JOIN_SLACK_S = 10.0
 
@@ -37,15 +40,19 @@ class Watchdog:
         group: The processes.
         calls: The calls under way.
         deadlines: How long to wait.
+        waiting_shows: Whether a rank that waits for others works meanwhile, as it does with NCCL.
     """
 
-    def __init__(self, group: RankGroup, calls: CallTable, deadlines: Deadlines) -> None:
+    def __init__(
+        self, group: RankGroup, calls: CallTable, deadlines: Deadlines, *, waiting_shows: bool
+    ) -> None:
         self._group = group
         self._calls = calls
         self._deadlines = deadlines
         self._owner = os.getpid()
         self._closing = False
         self._cause: str | None = None
+        self._stall: Stall | None = None
         self._started = False
         self._wake_up, self._woken = socket.socketpair()
         self._wake_up.setblocking(False)
@@ -56,7 +63,12 @@ class Watchdog:
         }
         self._failed: list[int] = []
         self._beats = {rank.rank: (-1, 0.0) for rank in group.ranks}
-        self._beats_read_at = time.monotonic()
+        self._looked_at = time.monotonic()
+        self._stalls = StallDetector(
+            {rank.rank: ProcessActivity(rank.process.pid) for rank in group.ranks},
+            deadlines.stall_s,
+            one_is_enough=waiting_shows,
+        )
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for rank in group.ranks:
             self._selector.register(rank.link.connection, selectors.EVENT_READ, rank)
@@ -118,7 +130,7 @@ class Watchdog:
                 return True
             if self._failed or self._cause is not None:
                 return False
-            self._cause = self._find_late(looked_at) or self._find_silent()
+            self._cause = self._find_late(looked_at) or self._find_hanging()
 
     def _take_replies(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -156,32 +168,43 @@ class Watchdog:
         ranks = ", ".join(str(rank) for rank in sorted(call.missing))
         return f"job {call.job!r} had no reply from rank {ranks} within its deadline of {call.deadline_s:g} s"
 
-    def _find_silent(self) -> str | None:
+    def _find_hanging(self) -> str | None:
         now = time.monotonic()
-        # Capped: while this process itself was stopped, nobody could see the others beat.
-        elapsed = min(now - self._beats_read_at, 2 * _TICK_S)
-        self._beats_read_at = now
+        elapsed_s, self._looked_at = now - self._looked_at, now
+        # Capped: while this process itself was stopped, nobody could see what the others did.
+        counted_s = min(elapsed_s, 2 * _TICK_S)
+        stall = self._stalls.find(self._calls.running(), elapsed_s=elapsed_s, counted_s=counted_s)
+        if stall is not None:
+            self._stall = stall
+            for rank in stall.ranks:
+                self._reports[rank].hung = True
+            return stall.describe(stall.ranks)
+        return self._find_silent(counted_s)
+
+    def _find_silent(self, counted_s: float) -> str | None:
         for rank in self._group.ranks:
             beats, silent_s = self._beats[rank.rank]
             latest = rank.beats()
-            silent_s = silent_s + elapsed if latest == beats and self._started else 0.0
+            silent_s = silent_s + counted_s if latest == beats and self._started else 0.0
             self._beats[rank.rank] = (latest, silent_s)
             if silent_s > self._deadlines.heartbeat_s:
-                return f"the process of worker rank {rank.rank} has not run for {silent_s:.0f} s"
+                return f"worker rank {rank.rank} has run no Python for {silent_s:.0f} s"
         return None
 
     def _end_lost_pool(self) -> None:
         headline = self._cause or first_failure(self._failed_reports())
         self._calls.refuse(f"the pool is lost ({headline}).")
-        until = time.monotonic() + _SETTLE_S
+        # Ranks that hang raise nothing any more.
+        until = time.monotonic() + (_SETTLE_S if self._failed else 0.0)
         while len(set(self._failed)) < len(self._reports) and time.monotonic() < until:
             self._take_replies(max(0.0, until - time.monotonic()))
-        running = self._group.dump_stacks(without=self._failed)
-        for rank in running:
+        for rank in self._group.dump_stacks(without=self._failed, timeout_s=_DUMP_S):
             self._reports[rank].stacks_dumped = True
-        if running:
-            time.sleep(_DUMP_S)
         self._group.kill()
+        if self._stall is not None:
+            # Now that the stacks are there: who hangs, and who only waits for it.
+            blamed = [rank for rank in self._stall.ranks if not self._reports[rank].waits_for_others]
+            self._cause = self._stall.describe(blamed or self._stall.ranks)
         self._calls.fail(compose(self._cause, self._failed_reports(), self._calls.running()))
 
     def _failed_reports(self) -> list[RankReport]:
@@ -202,6 +225,7 @@ class Watchdog:
 
     def _release(self) -> None:
         self._group.close()
+        self._stalls.close()
         self._selector.close()
         self._wake_up.close()
         self._woken.close()

@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NODE_IDS = {
     "FerryParallelModel",
     "FerryParallelSampler",
+    "FerryOffloadModel",
     "FerryTrainLoraOffload",
     "FerryLoadTrainingFolder",
     "FerryTrainingSetImages",
+    "FerryCacheTrainingData",
     "FerryLoadConditioning",
     "FerrySaveConditioning",
 }

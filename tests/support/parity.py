@@ -167,11 +167,16 @@ def pool_layouts() -> dict[ParallelDims, RankLayout]:
         layouts[ParallelDims(tp=size)] = RankLayout(0, None, group)
     layouts |= {dims: build_mesh(dims) for dims in layouts_of(world_size)}
     if world_size == 4:
-        layouts |= {dims: build_mesh(dims) for dims in _PRODUCTS}
+        layouts |= {dims: build_mesh(dims) for dims in _MORE_OF_FOUR}
     return layouts
 
 
-_PRODUCTS = (ParallelDims(cfg=2, ulysses=2), ParallelDims(tp=2, ulysses=2), ParallelDims(tp=2, ring=2))
+_MORE_OF_FOUR = (
+    ParallelDims(tp=4),
+    ParallelDims(cfg=2, ulysses=2),
+    ParallelDims(tp=2, ulysses=2),
+    ParallelDims(tp=2, ring=2),
+)
 
 
 def fits(model: nn.Module, plan: ModelPlan, dims: ParallelDims) -> bool:
@@ -186,7 +191,7 @@ def fits(model: nn.Module, plan: ModelPlan, dims: ParallelDims) -> bool:
 def pool_dims() -> list[ParallelDims]:
     """Return the layouts of a pool of four ranks."""
     tensor = [ParallelDims(tp=2), ParallelDims(tp=3)]
-    return [*layouts_of(2), *layouts_of(3), *layouts_of(4), *tensor, *_PRODUCTS]
+    return [*layouts_of(2), *layouts_of(3), *layouts_of(4), *tensor, *_MORE_OF_FOUR]
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,11 @@ FLUX_CASES = {
     "flux1-dev post_input": TinyCase(
         build_flux, lambda: flux_call(transformer_options={"patches": {"post_input": [_shift_text]}})
     ),
+    "longcat": TinyCase(
+        lambda: build_flux(context_in_dim=56, **_NO_VEC),
+        lambda: flux_call(batch=2, context=56, text=9, transformer_options=dict(_LONGCAT_SHIFT)),
+        newer_only=True,
+    ),
     "longcat-edit": TinyCase(
         lambda: build_flux(context_in_dim=56, **_NO_VEC),
         lambda: flux_call(
@@ -116,6 +121,14 @@ QWEN_CASES = {
     "qwen short text": TinyCase(build_qwen, lambda: qwen_call(text=2)),
     "qwen edit, control": TinyCase(
         build_qwen, lambda: qwen_call(ref_latents=list(_QWEN_REFS), control={"input": residuals(2, 35)})
+    ),
+    "qwen edit-2509": TinyCase(
+        build_qwen,
+        lambda: qwen_call(
+            batch=2,
+            attention_mask=_PADDED_TEXT,
+            ref_latents=[noise(2, 4, 1, *size) for size in ((8, 6), (6, 6), (4, 10))],
+        ),
     ),
     "qwen edit-2511": TinyCase(
         lambda: build_qwen(default_ref_method="index_timestep_zero"),

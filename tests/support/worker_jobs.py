@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import resource
 import signal
 import sys
 import time
@@ -20,7 +22,7 @@ def register(context, fail_on=None, way="raise"):
         if way == "exit":
             print("these are my last words", flush=True)
             os._exit(7)
-        time.sleep(3600)
+        commit_fault(way)
     return _Jobs(context).by_name()
 
 
@@ -88,9 +90,28 @@ class _Jobs:
             planted_stall()
         dist.barrier()
 
-    def job_stop_on(self, rank):
+    def job_spin_natively(self):
+        """Compute for hours in one call that keeps the interpreter's lock: a regular expression."""
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+    def job_meet(self, rank=-1, kind="", before=0, after=0, arena=None):
+        """Meet the others in collectives, with a fault of one rank among them."""
+        if arena is not None:
+            self.arena |= self.context.open_arena(arena)
+        value = torch.ones(1, device=self.context.device)
+        for _ in range(before):
+            dist.all_reduce(value)
         if self.context.rank == rank:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            commit_fault(kind)
+        for _ in range(after):
+            dist.all_reduce(value)
+        return value
+
+    def job_compute(self, seconds, rank=0):
+        """One rank computes without a word while the others wait for it."""
+        until = time.monotonic() + seconds
+        while self.context.rank == rank and time.monotonic() < until:
+            torch.ones(64, 64) @ torch.ones(64, 64)
         dist.barrier()
 
     def job_unsendable(self):
@@ -120,6 +141,32 @@ class _Jobs:
 @borrows_arguments
 def borrow(value):
     return value.sum(), value.data_ptr()
+
+
+def commit_fault(kind):
+    """Die, hang or raise, in the way that `kind` names."""
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "stall":
+        planted_stall()
+    elif kind == "native":  # a native call that keeps the interpreter's lock, so that no thread runs
+        ctypes.PyDLL(None).sleep(3600)
+    elif kind == "raise":
+        raise KeyError("a planted error")
+    elif kind == "oom":
+        planted_allocation()
+
+
+def planted_allocation():
+    """Run out of memory for real: the address space may not grow any more."""
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    try:
+        torch.empty(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 
 
 def planted_stall():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterable
@@ -40,3 +41,15 @@ def wait_until_gone(processes: Iterable[int], timeout_s: float) -> list[int]:
     while (left := [pid for pid in processes if exists(pid)]) and time.monotonic() < until:
         time.sleep(0.05)
     return left
+
+
+def open_files() -> list[str]:
+    """What this process has open, but for what is being read just now by some thread."""
+    gc.collect()
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            pass
+    return sorted(link for link in links if not link.startswith("/proc/"))

@@ -35,15 +35,24 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def output(tmp_path, monkeypatch):
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
+    return tmp_path
+
+
 def request(**changes):
-    from comfyui_ferry.core.comfy_adapter.train_lora import TrainingRequest
+    from comfyui_ferry.core.comfy_adapter.train_lora import SaveSettings, TrainingRequest
     from comfyui_ferry.core.training import LoraConfig, OffloadSettings, TrainingConfig
 
     lora = {"rank": 4, "alpha": 8.0} | changes.pop("lora", {})
     training = {"steps": 3, "learning_rate": 1e-3} | changes.pop("training", {})
     offload = changes.pop("offload", {})
+    saves = {"prefix": changes.pop("save_prefix", "")} | changes.pop("saves", {})
     return TrainingRequest(
-        LoraConfig(**lora), TrainingConfig(**training), OffloadSettings(**offload),
+        LoraConfig(**lora), TrainingConfig(**training), OffloadSettings(**offload), SaveSettings(**saves),
         **({"save_dtype": "fp32"} | changes),
     )  # fmt: skip
 
@@ -291,7 +300,7 @@ def interrupt_at(monkeypatch, call):
 
 # Every layer polls: the later numbers fall into a forward or into a recomputation in the backward.
 @pytest.mark.parametrize("poll", [0, 1, 40, 90, 140, 200, 260])
-def test_an_interrupt_ends_it_cleanly_and_training_goes_again(poll, monkeypatch):
+def test_an_interrupt_ends_it_cleanly_and_training_goes_again(poll, output, monkeypatch):
     import comfy.model_management as management
 
     model = PATCHERS["flux"].build()
@@ -340,14 +349,6 @@ def test_bf16_is_close_to_fp32():
     assert bf16.loss_map["loss"] != fp32.loss_map["loss"]
     # Eight bits of mantissa; 0.7 % of the output is seen.
     assert bf16.loss_map["loss"] == pytest.approx(fp32.loss_map["loss"], rel=0.03)
-
-
-@pytest.fixture
-def output(tmp_path, monkeypatch):
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize("kind", PATCHERS)

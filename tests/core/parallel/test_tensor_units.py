@@ -4,20 +4,59 @@ from dataclasses import replace
 
 import pytest
 from comfyui_ferry.core.errors import PlanError, RequestError
+from comfyui_ferry.core.parallel import ModelPlan
 from comfyui_ferry.core.parallel.tensor_plan import TensorPlan, Unit
-from comfyui_ferry.core.parallel.tensor_units import UnitShares, check_tensor_degree, runs, unit_shares
+from comfyui_ferry.core.parallel.tensor_units import (
+    SharedUnits,
+    UnitShares,
+    refuse_without_tensor_plan,
+    runs,
+)
 from ferry_support.toy_model import PLAN, build_toy
 
 HEADS = Unit("heads", channels="out.in_features", count="heads")
 
 
+def plan_of(unit: Unit) -> ModelPlan:
+    return replace(PLAN, tensor=TensorPlan((unit,), ()))
+
+
+def shared(unit: Unit, degree: int = 2) -> SharedUnits:
+    return SharedUnits(build_toy(), plan_of(unit), degree)
+
+
 def test_heads_that_do_not_divide_go_to_the_first_ranks() -> None:
-    shares = unit_shares(build_toy(), TensorPlan((HEADS,), ()), 2)["heads"]
+    units = shared(HEADS)
+    shares = units.at("heads", "blocks.0")
     assert (shares.width, shares.counts) == (4, (2, 1))
     assert [shares.channels(rank) for rank in range(2)] == [(0, 8), (8, 12)]
     assert (shares.share(3, 0), shares.share(24, 1)) == (2, 8)
+    assert (units.local_heads(3, 0), units.local_heads(3, 1)) == (2, 1)
     with pytest.raises(PlanError, match="cannot be shared"):
         shares.share(4, 0)
+    with pytest.raises(PlanError, match="no units 'mlp' for out"):
+        units.at("mlp", "out")
+
+
+def test_modules_may_differ_in_their_units() -> None:
+    model = build_toy()
+    for block, count in zip(model.blocks, (3, 2), strict=True):
+        block.heads = count
+    units = SharedUnits(model, plan_of(replace(HEADS, channels="cross.q.out_features", scope="blocks.*")), 2)
+    assert units.at("heads", "blocks.0.cross").counts == (2, 1)
+    assert units.at("heads", "blocks.1") == UnitShares(6, (1, 1))
+    assert units.local_heads(2, 1) == 1
+    with pytest.raises(PlanError, match="no units"):
+        units.at("heads", "blocks.10")
+    with pytest.raises(RequestError, match="from 1 to 2"):
+        SharedUnits(model, plan_of(replace(HEADS, channels="cross.q.out_features", scope="blocks.*")), 3)
+
+
+def test_a_scope_may_be_missing() -> None:
+    with pytest.raises(PlanError, match="no units"):
+        shared(replace(HEADS, scope="stacks.*", optional=True)).at("heads", "out")
+    with pytest.raises(PlanError, match="does not resolve"):
+        shared(replace(HEADS, scope="stacks.*"))
 
 
 @pytest.mark.parametrize(
@@ -37,29 +76,28 @@ def test_feed_forward_channels_are_dealt_out_in_runs(
 
 
 def test_fewer_heads_than_ranks_are_refused_with_the_numbers() -> None:
-    plan = replace(PLAN, tensor=TensorPlan((HEADS,), ()))
-    check_tensor_degree(build_toy(), plan, 3)
+    shared(HEADS, 3)
     with pytest.raises(RequestError, match=r"tensor_parallel_degree=4 .* whole heads.* 3\..* 1 to 3"):
-        check_tensor_degree(build_toy(), plan, 4)
+        shared(HEADS, 4)
 
 
 def test_a_plan_without_tensor_parallelism_is_refused() -> None:
     with pytest.raises(RequestError, match="tensor_parallel_degree=2 was asked for Toy"):
-        check_tensor_degree(build_toy(), PLAN, 2)
+        refuse_without_tensor_plan(PLAN, 2)
 
 
 @pytest.mark.parametrize(
     ("unit", "message"),
     [
         (Unit("heads", channels="out.missing", count="heads"), "out.missing"),
-        (Unit("heads", channels="out.in_features", count="missing"), "'missing' is no number of heads"),
+        (Unit("heads", channels="out.in_features", count="missing"), "'missing' is no number"),
         (Unit("heads", channels=("out.in_features", "out.out_features"), count="out.in_features"), ""),
         (Unit("heads", channels="out.out_features", count="heads"), "2 channels are not 3 whole heads"),
     ],
 )
 def test_a_unit_that_does_not_fit_the_model(unit: Unit, message: str) -> None:
     if not message:  # channels of several attributes are multiplied
-        assert unit_shares(build_toy(), TensorPlan((unit,), ()), 2)["heads"].width == 2
+        assert shared(unit).at("heads", "").width == 2
         return
     with pytest.raises(PlanError, match=message):
-        unit_shares(build_toy(), TensorPlan((unit,), ()), 2)
+        shared(unit)

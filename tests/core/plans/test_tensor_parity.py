@@ -33,24 +33,7 @@ from torch import nn
 
 pytestmark = pytest.mark.comfy
 
-# Cases whose weights or inputs reach other rules of their plan; the rest differ in sequences only.
-NAMES = (
-    "flux1-kontext control",
-    "ovis",
-    "flux2-dev refs",
-    "flux2 timestep zero",
-    "qwen text mask, batch 2",
-    "qwen edit-2511",
-    "wan ti2v",
-    "wan2.1 i2v clip",
-    "z-image batch 2",
-    "z-image references",
-    "sd3.5-medium batch 2",
-    "hunyuan-1.5 text mask",
-    "hunyuan-1.0 short text",
-    "lumina 2",  # two groups of three heads, each with one key
-)
-THREE_RANKS = ("flux2-dev refs", "qwen", "wan2.1 i2v clip", "sd3.5-medium batch 2", "hunyuan-1.0 short text")
+# The shared tester runs its three heads on two and three ranks, and every product with shared sequences.
 FIVE_HEADS = {
     "flux, five heads": TinyCase(lambda: build_flux(hidden_size=80, num_heads=5), flux_call),
     "qwen, five heads": TinyCase(lambda: build_qwen(num_attention_heads=5), qwen_call),
@@ -94,21 +77,8 @@ def check(cases: dict[str, TinyCase], dims: ParallelDims) -> list[dict[str, Any]
     return seen
 
 
-@pytest.mark.parametrize(("degree", "names"), [(2, NAMES), (3, THREE_RANKS)], ids=["two", "three"])
-def test_equals_the_whole_model(degree: int, names: tuple[str, ...]) -> None:
-    """Three heads on two ranks are uneven."""
-    check({name: CASES[name] for name in names}, ParallelDims(tp=degree))
-
-
 def test_five_heads_on_four_ranks() -> None:
     check(FIVE_HEADS, ParallelDims(tp=4))
-
-
-@pytest.mark.parametrize("dims", [ParallelDims(tp=2, ulysses=2), ParallelDims(tp=2, ring=2)], ids=str)
-def test_together_with_shared_sequences(dims: ParallelDims) -> None:
-    """One rank has one head of three, which Ulysses then gives to one of two ranks."""
-    names = ("flux1-kontext control", "qwen text mask, batch 2", "wan ti2v", "z-image batch 2")
-    check({name: CASES[name] for name in names}, dims)
 
 
 @pytest.mark.parametrize("word", [RowParallel, GatheredColumn])

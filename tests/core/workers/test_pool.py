@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError, WorkerError
 from comfyui_ferry.core.workers import WorkerPool
-from ferry_support.worker_specs import cpu_spec, exists, pids, wait_until_gone
+from ferry_support.worker_specs import cpu_spec, exists, open_files, pids, wait_until_gone
 
 
 class Interrupt(BaseException):
@@ -55,7 +55,7 @@ def leftovers() -> tuple[int, int, int]:
     """Descriptors, child processes (zombies too) and private directories of this process' pools."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     directories = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("comfyui-ferry-")]
-    return len(os.listdir("/proc/self/fd")), len(children), len(directories)
+    return len(open_files()), len(children), len(directories)
 
 
 def test_everything_makes_the_round_trip_to_each_rank(pool):

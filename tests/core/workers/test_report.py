@@ -23,7 +23,7 @@ def test_a_noticed_cause_comes_first_and_every_log_is_shown(tmp_path):
     (tmp_path / "rank0.log").write_text("\n".join(f"line {i}" for i in range(200)))
     text = compose("job 'x' was late", [report(0, tmp_path, stacks_dumped=True)], [])
     assert text.startswith("job 'x' was late. ")
-    assert "was still running and has been stopped; its stacks are in its log below" in text
+    assert "was still running and has been ended; its stacks are in its log below" in text
     assert "line 199" in text
     assert "line 100" not in text
 

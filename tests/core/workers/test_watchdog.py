@@ -11,7 +11,15 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import WorkerError
 from comfyui_ferry.core.workers import Deadlines, WorkerPool
+from ferry_support import forked_workers
 from ferry_support.worker_specs import cpu_spec, exists, pids
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Starting afresh is tried in `test_pool` and `test_bootstrap`; these faults come later."""
+    forked_workers.install(monkeypatch)
+
 
 QUICK = Deadlines(start_s=60, call_s=2, collective_s=30, heartbeat_s=2, close_s=3)
 
@@ -55,11 +63,13 @@ def test_a_rank_that_fails_in_a_call(num_ranks, job, payload, expected):
             assert part in text
 
 
-def test_a_rank_whose_process_stands_still_is_found_by_its_heartbeat():
+def test_a_native_call_that_keeps_the_interpreters_lock_is_found_by_the_heartbeat():
+    """It uses a core all the time, as a computation does; only that no Python thread runs tells."""
     deadlines = Deadlines(start_s=60, call_s=60, heartbeat_s=1.5)
-    with WorkerPool.start(cpu_spec(2, deadlines=deadlines)) as pool:
-        text = fail(pool, "stop_on", {"rank": 1}, within_s=5)
-    assert "the process of worker rank 1 has not run for 2 s" in text
+    with WorkerPool.start(cpu_spec(1, deadlines=deadlines)) as pool:
+        text = fail(pool, "spin_natively", {}, within_s=5)
+    assert "worker rank 0 has run no Python for 2 s" in text
+    assert "in job_spin_natively" in text
 
 
 def test_every_pending_call_ends_and_a_new_pool_works():
@@ -125,7 +135,7 @@ def test_closing_ends_a_call_under_way():
     [
         ("raise", 60, ["rank 1 raised ValueError: set-up went wrong on purpose", "in register"]),
         ("exit", 60, ["rank 1 exited with code 7", "these are my last words"]),
-        ("stall", 6, ["'start' had no reply from rank 1 within its deadline of 6 s", "in register"]),
+        ("stall", 60, ["job 'start' hangs: worker rank 1 was idle for 1 s", "in register"]),
     ],
 )
 def test_a_rank_that_fails_at_start_stops_them_all(way, start_s, expected, monkeypatch):
@@ -140,9 +150,13 @@ def test_a_rank_that_fails_at_start_stops_them_all(way, start_s, expected, monke
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         WorkerPool.start(
-            cpu_spec(2, setup_args={"fail_on": 1, "way": way}, deadlines=Deadlines(start_s=start_s))
+            cpu_spec(
+                2,
+                setup_args={"fail_on": 1, "way": way},
+                deadlines=Deadlines(start_s=start_s, stall_s=1),
+            )
         )
-    assert time.monotonic() - begin < start_s + 5
+    assert time.monotonic() - begin < 5
     for part in expected:
         assert part in str(caught.value)
     assert not any(exists(rank.process.pid) for rank in groups[0].ranks)

@@ -1,0 +1,152 @@
+"""Turn a MODEL into one whose weights stream through a budget of VRAM."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+from torch import nn
+
+from ..errors import RequestError
+from ..offload import ModelStreamer, StreamConfig, StreamPool, alias, point_at
+from .model_stream import ModelStream
+from .parallel_model import ParallelPatcher
+from .streamed_patcher import StreamedPatcher
+from .trainable_model import plain_clone
+
+
+def offload_model(
+    model: Any, *, vram_gb: float, prefetch_depth: int = 1, share_with: Any | None = None
+) -> StreamedPatcher:
+    """Return a MODEL with the same weights and patches as ``model`` that streams them.
+
+    The two share one copy of the weights in host memory and nothing else: ``model`` itself stays an
+    ordinary MODEL.
+
+    Args:
+        model: A ComfyUI MODEL (``ModelPatcher``).
+        vram_gb: Budget for weights in GB (2**30 bytes); 0: whatever ComfyUI has free.
+        prefetch_depth: How many blocks may be on their way while one computes.
+        share_with: A MODEL that streams already; both then use its budget, slots and host memory, and
+            ``vram_gb`` and ``prefetch_depth`` must be its.
+
+    Raises:
+        RequestError: If the model or the request is not supported.
+    """
+    config = StreamConfig.from_request(vram_gb=vram_gb, ram_gb=0, prefetch_depth=prefetch_depth)
+    _check_model(model)
+    pool = choose_pool(model.load_device, config, share_with)
+    if getattr(model, "is_dynamic", lambda: False)():
+        return attach_stream(plain_clone(model), pool)
+    _unload(model)
+    shell, pairs = _shell(model.model)
+    streamed = attach_stream(_clone_onto(model, shell), pool)
+    for original, stand_in in pairs:
+        # One copy in host memory. Weights that live elsewhere (--highvram) are left there.
+        if original.device.type == "cpu":
+            point_at(original, stand_in)
+    return streamed
+
+
+def attach_stream(patcher: Any, pool: StreamPool) -> StreamedPatcher:
+    """Let a plain patcher's model stream; nobody else may use the model in other ways."""
+    streamer = ModelStreamer(patcher.model, pool, entry=patcher.model.diffusion_model)
+    patcher.__class__ = StreamedPatcher
+    stream = ModelStream(patcher.model, streamer)
+    stream.publish(patcher.model)
+    patcher.model.device = patcher.offload_device
+    return patcher
+
+
+def choose_pool(device: torch.device, config: StreamConfig, share_with: Any | None) -> StreamPool:
+    """Return the pool of ``share_with``, or a new one.
+
+    Raises:
+        RequestError: If ``share_with`` does not stream, or streams with other settings.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise RequestError(
+            f"streaming to {device} was asked",
+            limit="Weights stream to CUDA devices (and to the CPU, for trying out)",
+            way_out="Use the stock loader on this device",
+        )
+    if share_with is None:
+        return StreamPool(device, config)
+    stream = getattr(share_with, "stream", None)
+    if stream is None:
+        raise RequestError(
+            "share_with is a MODEL that does not stream",
+            limit="A budget can be shared among streamed models only",
+            way_out="Connect the output of an offload node, or nothing",
+        )
+    pool = stream.streamer.pool
+    if pool.config != config or pool.device != device:
+        raise RequestError(
+            f"{config} on {device} was asked for a model that shares the budget of another",
+            limit=f"The other has {pool.config} on {pool.device}",
+            way_out="Give both nodes the same budgets and prefetch_depth",
+        )
+    return pool
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, (StreamedPatcher, ParallelPatcher)):
+        state = "streams" if isinstance(model, StreamedPatcher) else "is parallel"
+        raise RequestError(
+            f"offloading of a MODEL that {state} already was asked",
+            limit="One MODEL has one place for its weights",
+            way_out="Keep one offload node, and put it before Parallel Model",
+        )
+    if not isinstance(getattr(getattr(model, "model", None), "diffusion_model", None), nn.Module):
+        raise RequestError(
+            f"offloading of a {type(getattr(model, 'model', model)).__name__} was asked",
+            limit="Only MODELs with a diffusion model have blocks that stream",
+            way_out="Connect the output of a diffusion model loader",
+        )
+
+
+def _unload(model: Any) -> None:
+    """Bring the model's own weights to the host, unpatched, and out of ComfyUI's list."""
+    loaded = comfy.model_management.current_loaded_models
+    for entry in [entry for entry in loaded if entry.model is not None and entry.model.is_clone(model)]:
+        loaded.remove(entry)
+        entry.model_unload()
+
+
+def _shell(base: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return a copy of a ``BaseModel`` over the same bytes, with each tensor and its stand-in.
+
+    Of its own, because a plain patcher of the original moves and patches that module's tensors.
+    """
+    memo: dict[int, Any] = {}
+    pairs = []
+    for module in base.modules():
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and id(tensor) not in memo:
+                    memo[id(tensor)] = alias(tensor)
+                    pairs.append((tensor, memo[id(tensor)]))
+    if hasattr(base, "current_patcher"):
+        memo[id(base.current_patcher)] = None
+    if hasattr(base, "model_config"):  # a description; it answers any attribute, so it cannot be copied
+        memo[id(base.model_config)] = base.model_config
+    return copy.deepcopy(base, memo), pairs
+
+
+def _clone_onto(model: Any, base: Any) -> Any:
+    """Return a clone of a patcher whose model is ``base``, with nothing left from the original's."""
+    clone = model.clone()
+    clone.__class__ = comfy.model_patcher.ModelPatcher
+    clone.model = base
+    clone.size = 0
+    clone.parent = None
+    clone.is_injected = False
+    clone.backup, clone.object_patches_backup, clone.hook_backup = {}, {}, {}
+    clone.cached_hook_patches, clone.current_hooks = {}, None
+    clone.pinned = set()
+    if hasattr(clone, "backup_buffers"):
+        clone.backup_buffers = {}
+    return clone

@@ -1,0 +1,204 @@
+"""An ordinary MODEL whose weights stream: a ``ModelPatcher`` that ComfyUI counts but never moves.
+
+All clones of a streamed MODEL share one ``ModelStream``, which hangs on the ``BaseModel`` itself. If a
+model has none (a copy made by ``clone(force_deepcopy=True)``), the patcher is a plain one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_patcher
+import torch
+from torch import nn
+
+from ..errors import RequestError
+from .model_stream import ModelStream, stream_of
+from .stream_patches import PatchValues, weight_changes
+
+
+class StreamedPatcher(comfy.model_patcher.ModelPatcher):
+    """A ``ModelPatcher`` whose weights are moved by a ``ModelStream``."""
+
+    @property
+    def stream(self) -> ModelStream | None:
+        """What this patcher shares with its clones."""
+        return stream_of(self.model)
+
+    def is_dynamic(self) -> bool:
+        """Tell ComfyUI that this patcher has no dynamic VRAM."""
+        return False
+
+    def model_size(self) -> int:
+        """Return the most target memory that the weights may take: the budget, or all of them."""
+        return super().model_size() if self.stream is None else self.stream.most_bytes()
+
+    def loaded_size(self) -> int:
+        """Return the target memory that they take now."""
+        return super().loaded_size() if self.stream is None else self.stream.loaded_bytes()
+
+    def get_ram_usage(self) -> int:
+        """Return the host memory of the weights (0.3.75 asks for its cache)."""
+        return super().model_size() if self.stream is None else self.stream.streamer.stats().host_bytes
+
+    def partially_load(
+        self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        """Take ``extra_memory`` more bytes; called by ComfyUI before every sampling.
+
+        Returns:
+            How many bytes more are held now.
+
+        Raises:
+            RequestError: If the MODEL carries something that a streamed model cannot honour.
+        """
+        stream = self.stream
+        if stream is None:
+            return super().partially_load(device_to, extra_memory, force_patch_weights)
+        self._check(force_patch_weights)
+        before = stream.loaded_bytes()
+        with self.use_ejected(skip_and_inject_on_exit_only=True):
+            super().unpatch_model(None, unpatch_weights=False)
+            self.patch_model(load_weights=False)
+            for value in self.object_patches.values():
+                if isinstance(value, nn.Module):
+                    value.to(device_to)
+            stream.force_cast(self.model, enabled=self.force_cast_weights)
+            self._load(device_to, extra_memory)
+        return stream.loaded_bytes() - before
+
+    def partially_unload(
+        self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        """Give resident blocks up and return the bytes that this freed."""
+        stream = self.stream
+        if stream is None:
+            return super().partially_unload(device_to, memory_to_free, force_patch_weights)
+        freed = stream.streamer.shrink(int(min(memory_to_free, stream.loaded_bytes())))
+        stream.publish(self.model)
+        return freed
+
+    def load(
+        self,
+        device_to: Any = None,
+        lowvram_model_memory: float = 0,
+        force_patch_weights: bool = False,
+        full_load: bool = False,
+    ) -> None:
+        """Load at most ``lowvram_model_memory`` bytes (0: no limit but the budget)."""
+        if self.stream is None:
+            super().load(device_to, lowvram_model_memory, force_patch_weights, full_load)
+            return
+        self._check(force_patch_weights)
+        room = float("inf") if full_load or not lowvram_model_memory else lowvram_model_memory
+        self._load(device_to, room - self.stream.loaded_bytes())
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        """Undo object patches; with ``unpatch_weights`` bring the weights back to the host as well."""
+        stream = self.stream
+        if stream is None:
+            super().unpatch_model(device_to, unpatch_weights)
+            return
+        super().unpatch_model(None, unpatch_weights=False)
+        if unpatch_weights:
+            self.unpatch_hooks()
+            stream.release(self.model, self.offload_device)
+
+    def patch_hooks(self, hooks: Any) -> None:
+        """Change the weights as the hooks of a conditioning ask (Create Hook LoRA, keyframes)."""
+        stream = self.stream
+        if stream is None:
+            super().patch_hooks(hooks)
+            return
+        combined = {} if hooks is None else self.get_combined_hook_patches(hooks)
+        if combined or stream.hook_patches:
+            stream.hook_patches = combined
+            stream.send_changes(self.model, self.patches)
+        self.current_hooks = hooks
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        """Undo what hooks changed."""
+        if self.stream is None:
+            super().unpatch_hooks(whitelist_keys_set)
+        else:
+            self.patch_hooks(None)
+
+    def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, Any]:
+        """Return the unpatched weights on the host, whatever is loaded now."""
+        state = super().model_state_dict(filter_prefix)
+        if self.stream is not None:
+            masters = {key: self.stream.streamer.registered(key) for key in state}
+            state.update({key: tensor for key, tensor in masters.items() if tensor is not None})
+        return state
+
+    def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, list]:
+        """Return weights and patches for a merge; the weights are the unpatched ones on the host."""
+        result = super().get_key_patches(filter_prefix)
+        if self.stream is not None:
+            for key, entries in result.items():
+                master = self.stream.streamer.registered(key)
+                if master is not None:
+                    entries[0] = (master, entries[0][1])
+        return result
+
+    def patch_weight_to_device(
+        self,
+        key: str,
+        device_to: Any = None,
+        inplace_update: bool = False,
+        return_weight: bool = False,
+        force_cast: bool = False,
+    ) -> Any:
+        """Return one patched weight, for saving; a streamed weight is never patched for good."""
+        stream = self.stream
+        if stream is None:
+            options = {"return_weight": True, "force_cast": force_cast} if return_weight else {}
+            return super().patch_weight_to_device(key, device_to, inplace_update, **options)
+        if not return_weight:
+            raise RuntimeError("a streamed weight is patched on its way to the GPU, never for good")
+        master = stream.streamer.registered(key)
+        if master is None:
+            return comfy.model_patcher.get_key_weight(self.model, key)[0]
+        changes = weight_changes(
+            self.model, self.patches, {}, values=PatchValues(torch.device("cpu")), master=lambda _: master
+        )
+        weight = master if device_to is None else master.to(device_to)
+        return changes[key].apply(weight) if key in changes else weight
+
+    def pin_weight_to_device(self, key: str) -> None:
+        """Do nothing: the arena is pinned as a whole."""
+        if self.stream is None:
+            super().pin_weight_to_device(key)
+
+    def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse ComfyUI's MultiGPU split, whose copies would not stream."""
+        raise RuntimeError(
+            "The weights of this MODEL stream (ComfyUI-Ferry). Remove the MultiGPU node, or use Parallel "
+            "Model."
+        )
+
+    def _load(self, device_to: Any, extra_bytes: float) -> None:
+        stream = self.stream
+        assert stream is not None
+        try:
+            stream.load(self.model, self.patches, device_to, extra_bytes)
+        except BaseException:
+            stream.release(self.model, self.offload_device)
+            raise
+        self.model.current_weight_patches_uuid = self.patches_uuid
+        self.apply_hooks(self.forced_hooks, force_apply=True)
+
+    def _check(self, force_patch_weights: bool) -> None:
+        if self.weight_wrapper_patches:
+            raise RequestError(
+                f"a node wrapped weights of a streamed MODEL: {sorted(self.weight_wrapper_patches)[:5]}",
+                limit="Wrapped weights (the stock Train LoRA makes them) must stay where they are",
+                way_out="Use Train LoRA (Offload), or connect that node before Offload Model",
+            )
+        saves_lazily = hasattr(comfy.model_patcher.ModelPatcher, "model_state_dict_for_saving")
+        if force_patch_weights and self.patches and not saves_lazily:
+            raise RequestError(
+                "saving a streamed MODEL with patches was asked",
+                limit="In this ComfyUI version a saved MODEL must hold its patched weights",
+                way_out="Connect the saving node before Offload Model",
+            )

@@ -1,0 +1,224 @@
+"""Encode a training set once, to disk; afterwards neither text encoder nor VAE is needed.
+
+Captions are encoded first, then the text encoder leaves the GPU, then the latents, then the VAE. Each
+file is written as soon as it is made, so a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from ..log import get_logger
+from ..training.dataset import (
+    CachedItem,
+    CacheFolder,
+    MediaItem,
+    TrainingCache,
+    TrainingSet,
+    cache_key,
+    content_digest,
+    read_pixels,
+)
+from .encoder_identity import clip_identity, vae_identity
+
+_LOG = get_logger("training")
+_FOLDER = "training_cache"
+
+
+@dataclass(frozen=True)
+class CacheResult:
+    """A cache, and what was done for it.
+
+    Attributes:
+        cache: For the training.
+        num_encoded: Files made now.
+        num_found: Files that were there and intact.
+    """
+
+    cache: TrainingCache
+    num_encoded: int
+    num_found: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One file to be there afterwards."""
+
+    key: str
+    name: str
+    encode: Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
+
+
+def cache_training_set(training_set: TrainingSet, clip: Any, vae: Any) -> CacheResult:
+    """Return the set with all latents and captions on disk, encoding what is not there yet.
+
+    Args:
+        training_set: Files, captions and buckets.
+        clip: ComfyUI's CLIP.
+        vae: ComfyUI's VAE.
+
+    Raises:
+        RequestError: If the VAE cannot take the pictures, a file changed, or a result is not finite.
+    """
+    check_vae_takes(training_set.items, vae)
+    files = CacheFolder(Path(folder_paths.get_output_directory()) / _FOLDER)
+    captions = _caption_jobs(training_set, clip)
+    latents = _latent_jobs(training_set, vae)
+    jobs = {job.key: job for job in (*captions.values(), *latents.values())}
+    missing = {key for key in jobs if not files.has(key)}
+    num_missing = len(missing)
+    bar = comfy.utils.ProgressBar(len(jobs))
+    bar.update(len(jobs) - num_missing)
+    try:
+        for group in (captions, latents):
+            for job in group.values():
+                if job.key not in missing:
+                    continue
+                comfy.model_management.throw_exception_if_processing_interrupted()
+                files.write(job.key, *job.encode())
+                missing.discard(job.key)
+                bar.update(1)
+            # The text encoder leaves before the VAE comes.
+            comfy.model_management.unload_all_models()
+    finally:
+        comfy.model_management.unload_all_models()
+        comfy.model_management.soft_empty_cache()
+    items = tuple(
+        CachedItem(
+            name=item.name,
+            latent_key=latents[item].key,
+            caption_key=captions[item.caption].key,
+            empty_caption_key=captions[""].key if item.caption_dropout else None,
+            shape=files.shape(latents[item].key, "latent"),
+            repeats=item.repeats,
+            caption_dropout=item.caption_dropout,
+        )
+        for item in training_set.items
+    )
+    _LOG.info(
+        "training cache in %s: %d files made, %d found", files.folder, num_missing, len(jobs) - num_missing
+    )
+    return CacheResult(TrainingCache(files, items), num_missing, len(jobs) - num_missing)
+
+
+def check_vae_takes(items: Sequence[MediaItem], vae: Any) -> None:
+    """Refuse buckets and videos that the VAE would crop or cannot take.
+
+    Raises:
+        RequestError: Naming a file and what would fit.
+    """
+    step = int(vae.spacial_compression_encode())
+    for item in items:
+        if item.bucket.width_px % step or item.bucket.height_px % step:
+            raise RequestError(
+                f"{item.name} is brought to {item.bucket}",
+                limit=f"This VAE makes one latent of {step} x {step} pixels and would crop it",
+                way_out=f"Load the folder with sides in multiples of {step} (model_family)",
+            )
+        if item.num_frames > 1:
+            _check_frames(item, vae)
+
+
+def _check_frames(item: MediaItem, vae: Any) -> None:
+    if vae.latent_dim != 3 or getattr(vae, "not_video", False):
+        raise RequestError(
+            f"{item.name} is a video of {item.num_frames} frames",
+            limit="This VAE encodes single pictures only",
+            way_out="Use the VAE of a video model, or set video_frames to 1",
+        )
+    fitting = vae.upscale_ratio[0](vae.downscale_ratio[0](item.num_frames))
+    if fitting != item.num_frames:
+        raise RequestError(
+            f"{item.name} was loaded with video_frames={item.num_frames}",
+            limit="This VAE packs frames in groups and would leave some out",
+            way_out=f"Set video_frames to {fitting}",
+        )
+
+
+def _caption_jobs(training_set: TrainingSet, clip: Any) -> dict[str, _Job]:
+    """Return one job for each different caption, by caption."""
+    wanted = {item.caption: item.name for item in training_set.items}
+    if any(item.caption_dropout for item in training_set.items):
+        wanted.setdefault("", "the empty caption")
+    identity = clip_identity(clip)
+    jobs = {}
+    for caption, name in wanted.items():
+        # The tokens hold all that the tokenizer adds: templates, weights, embeddings, its options.
+        tokens = clip.tokenize(caption)
+        key = cache_key("caption", identity, content_digest(tokens))
+        jobs[caption] = _Job(key, name, lambda tokens=tokens, name=name: _encode_caption(clip, tokens, name))
+    return jobs
+
+
+def _encode_caption(clip: Any, tokens: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    entries = clip.encode_from_tokens_scheduled(tokens, show_pbar=False)
+    if len(entries) != 1:
+        raise RequestError(
+            f"the caption of {name} gives {len(entries)} conditionings",
+            limit="Each sample is trained with one",
+            way_out="Connect the CLIP without a schedule",
+        )
+    cond, options = entries[0]
+    tensors, values = {"cond": cond}, {}
+    for key, value in options.items():
+        if isinstance(value, Tensor) and key != "cond":
+            tensors[key] = value
+        elif value is None or isinstance(value, bool | int | float | str):
+            values[key] = value
+        else:
+            raise RequestError(
+                f"the text encoder gives {key!r}, a {type(value).__name__}",
+                limit="A cache file holds tensors and plain values",
+                way_out="Encode the captions with a text encode node and train on latents and conditioning",
+            )
+    _check_finite(f"the caption of {name}", tensors)
+    return tensors, values
+
+
+def _latent_jobs(training_set: TrainingSet, vae: Any) -> dict[MediaItem, _Job]:
+    """Return one job for each different picture, by item."""
+    identity = vae_identity(vae)
+    jobs = {}
+    for item in training_set.items:
+        frames = [item.num_frames, item.rate_hz] if item.is_video else []
+        bucket = [item.bucket.width_px, item.bucket.height_px]
+        key = cache_key("latent", identity, item.digest, bucket, item.mirrored, frames)
+        jobs[item] = _Job(key, item.name, lambda item=item, key=key: _encode_pixels(vae, item, key))
+    return jobs
+
+
+def _encode_pixels(vae: Any, item: MediaItem, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    pixels = read_pixels(item)
+    devices = [] if vae.device.type == "cpu" else [vae.device]
+    with torch.random.fork_rng(devices, device_type=vae.device.type if devices else "cuda"):
+        # Some VAEs draw from the latent's distribution: by the content, not by what ran before.
+        torch.manual_seed(int(key[:15], 16))
+        latent = vae.encode(pixels)
+    if latent.shape[0] != 1:
+        raise RequestError(
+            f"{item.name} became {latent.shape[0]} latents of shape {tuple(latent.shape[1:])}",
+            limit="Each file is one sample",
+            way_out="Use the VAE that belongs to the model",
+        )
+    _check_finite(item.name, {"latent": latent})
+    return {"latent": latent}, {}
+
+
+def _check_finite(what: str, tensors: dict[str, Tensor]) -> None:
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.float()).all())]
+    if bad:
+        raise RequestError(
+            f"{what} was encoded to NaN or infinite values ({', '.join(bad)})",
+            limit="Every value must be a finite number",
+            way_out="Load the VAE or text encoder in a wider dtype (--fp32-vae, --fp32-text-enc)",
+        )

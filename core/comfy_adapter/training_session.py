@@ -1,0 +1,223 @@
+"""A training between its steps: progress, files, requests from outside, and what is kept if it ends early.
+
+What this module does not do: it computes nothing of the training itself (``core.training``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import comfy.utils
+import folder_paths
+import torch
+from torch import Tensor
+
+from ..errors import FerryError
+from ..log import get_logger
+from ..offload import OffloadTrainingManager
+from ..training import Training, TrainingState
+from .lora_files import save_lora
+from .running_trainings import RunningTraining, TrainingProgress, show_text
+from .training_request import SAVE_DTYPES, TrainingRequest
+from .training_states import RunStates
+
+_LOG = get_logger("training")
+PREFIX = "diffusion_model."
+# Of the averages shown; about the last twenty steps count.
+_SMOOTHING = 0.95
+
+
+class TrainingSession:
+    """What happens around the steps of one training.
+
+    Args:
+        model: The MODEL (``ModelPatcher``) it is trained on.
+        request: What was asked.
+        running: Where progress goes to and requests come from.
+        identity: What has to stay the same for a resume, see ``TrainingState``.
+        start: The state to go on from.
+        manager: The offload engine, for its figures.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        request: TrainingRequest,
+        *,
+        running: RunningTraining,
+        identity: Mapping[str, str],
+        start: TrainingState | None,
+        manager: OffloadTrainingManager | None,
+    ) -> None:
+        self.model = model
+        self.request = request
+        self.running = running
+        self.identity = dict(identity)
+        self.start = start
+        self.manager = manager
+        self.states = RunStates(request.saves.prefix, keep=request.saves.keep_states)
+        self.progress = TrainingProgress(0, request.training.steps)
+        self.training: Training | None = None
+        self._bar = comfy.utils.ProgressBar(request.training.steps)
+        self._step_began = 0.0
+
+    def run(self, training: Training) -> None:
+        """Run ``training`` to its end; if it breaks off, write what there is and pass the error on."""
+        self.training = training
+        if self.start is not None:
+            training.load(self.start)
+            _LOG.info("going on from step %d", training.step)
+        self.progress = dataclasses.replace(self.progress, step=training.step)
+        self.running.tell(self.progress, now=True)
+        self._step_began = time.perf_counter()
+        try:
+            training.run()
+        except BaseException as error:
+            self._keep(error)
+            raise
+
+    def after_step(self, step: int, loss: float) -> None:
+        """Report a step, then do what is due and what was asked for."""
+        self._measure(step, loss)
+        training = self._running_training()
+        asked = self.running.take()
+        every = self.request.saves.every
+        if "save" in asked:
+            self.save(lora=True)
+        elif every and step % every == 0 and step < training.config.steps:
+            self.save(lora=False)
+        if "stop" in asked:
+            training.stop()
+        self._tell()
+        self._step_began = time.perf_counter()
+
+    def after_skip(self, what: str) -> None:
+        """Show that a step was skipped."""
+        _LOG.warning("%s", what)
+        self.progress = dataclasses.replace(self.progress, message=what)
+        self.running.tell(self.progress, now=True)
+        show_text(what, self.running.node_id)
+
+    def lora(self) -> dict[str, Tensor]:
+        """Return the LoRA so far under ComfyUI's names, in the dtype that was asked for."""
+        training = self._running_training()
+        with training.weights.final():
+            return training.adapters.state_dict(prefix=PREFIX, dtype=SAVE_DTYPES[self.request.save_dtype])
+
+    def save(self, *, lora: bool) -> None:
+        """Write the state, and the LoRA too if asked, as they are now.
+
+        Raises:
+            SaveError: If a file could not be written.
+        """
+        training = self._running_training()
+        path = self.states.save(training.state(self.identity))
+        if lora and self.request.saves.prefix:
+            path = self.save_lora(self.lora(), steps=training.step)
+        if path is not None:
+            self._note_save(path, training.step)
+
+    def save_lora(self, tensors: Mapping[str, Tensor], *, steps: int) -> Path:
+        """Write a LoRA file with what it was made from in its header, and return its path.
+
+        Raises:
+            SaveError: If it could not be written or ComfyUI's loader would not take all of it.
+        """
+        metadata = self.metadata(steps)
+        path = save_lora(self.model, tensors, prefix=self.request.saves.prefix, metadata=metadata)
+        _LOG.info("saved %s", path)
+        return path
+
+    def metadata(self, steps: int) -> dict[str, str]:
+        """Return the header of a LoRA file after ``steps`` steps."""
+        config = self.request.training
+        return {
+            "format": "pt",
+            "base_model": type(self.model.model).__name__,
+            "rank": str(self.request.lora.rank),
+            "alpha": str(self.request.lora.alpha),
+            "steps": str(steps),
+            "learning_rate": str(config.learning_rate),
+            "optimizer": config.optimizer,
+            "seed": str(config.seed),
+            "base_hash": self.identity["base model"].split()[-1],
+            "dataset_hash": self.identity["dataset"].split()[-1],
+        }
+
+    def _keep(self, error: BaseException) -> None:
+        """Save after a cancel or an error, without hiding it."""
+        training = self._running_training()
+        begun = self.start.step if self.start is not None else 0
+        if training.step <= begun or not self.request.saves.prefix:
+            return
+        if not training.weights.is_whole:
+            error.add_note("The error came in the middle of an optimizer step, so nothing was saved for it.")
+            return
+        try:
+            if self.manager is not None:
+                self.manager.after_backward()
+            self.save(lora=True)
+        except FerryError as unsaved:
+            _LOG.error("the training could not be saved: %s", unsaved)
+            error.add_note(f"The training could not be saved either: {unsaved}")
+            return
+        error.add_note(f"The training is saved as of step {training.step}; go on with resume_from.")
+        self._tell(now=True)
+
+    def _measure(self, step: int, loss: float) -> None:
+        seconds = _smooth(self.progress.seconds_per_step, time.perf_counter() - self._step_began)
+        steps = self.request.training.steps
+        values: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "average_loss": _smooth(self.progress.average_loss, loss),
+            "seconds_per_step": seconds,
+            "seconds_left": (steps - step) * seconds,
+        }
+        self.progress = dataclasses.replace(self.progress, message="", **values)
+
+    def _tell(self, *, now: bool = False) -> None:
+        progress = dataclasses.replace(self.progress, **self._memory())
+        self.progress = progress
+        last = progress.step == progress.steps
+        self.running.tell(progress, now=now or last)
+        self._bar.update_absolute(progress.step, progress.steps)
+        show_text(_line(progress), self.running.node_id)
+
+    def _memory(self) -> dict[str, int]:
+        values: dict[str, int] = {}
+        device = self.model.load_device
+        if device.type == "cuda":
+            values["gpu_bytes"] = torch.cuda.memory_allocated(device)
+            values["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            values["gpu_total_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        if self.manager is not None:
+            values["pinned_bytes"] = self.manager.stats().pinned_bytes
+        return values
+
+    def _note_save(self, path: Path, step: int) -> None:
+        root = Path(folder_paths.get_output_directory()).resolve()
+        name = path.resolve().relative_to(root).as_posix()
+        self.progress = dataclasses.replace(self.progress, saved=name, saved_step=step)
+
+    def _running_training(self) -> Training:
+        assert self.training is not None, "run() was not called"
+        return self.training
+
+
+def _smooth(average: float | None, value: float) -> float:
+    return value if average is None else _SMOOTHING * average + (1 - _SMOOTHING) * value
+
+
+def _line(progress: TrainingProgress) -> str:
+    minutes, seconds = divmod(int(progress.seconds_left or 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"step {progress.step}/{progress.steps}  loss {progress.loss or 0:.5f} "
+        f"(average {progress.average_loss or 0:.5f})  {progress.seconds_per_step or 0:.2f} s/it  "
+        f"{hours}:{minutes:02}:{seconds:02} left"
+    )

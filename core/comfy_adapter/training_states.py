@@ -1,0 +1,137 @@
+"""Where training states lie, under which names people choose them, and which are kept.
+
+``<output>/training_states/<prefix>_00001/step_00000100.safetensors``: one folder for each run. A new
+state is complete on the disk before an older one of the same run goes; states of other runs are never
+touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import folder_paths
+
+from ..errors import RequestError
+from ..training import TrainingState, save_state
+from .training_request import NO_RESUME, RESUME_LATEST
+
+_FOLDER = "training_states"
+_SUFFIX = ".safetensors"
+
+
+def states_folder() -> Path:
+    """Return the folder of all states; it may not exist yet."""
+    return Path(folder_paths.get_output_directory()).resolve() / _FOLDER
+
+
+def state_names() -> list[str]:
+    """Return the names of all states, newest first, relative to their folder with ``/`` between."""
+    root = states_folder()
+    # Links are not followed, so that nothing outside of ComfyUI's folder is listed.
+    paths = [
+        Path(folder) / name
+        for folder, _, names in os.walk(root)
+        for name in names
+        if name.endswith(_SUFFIX) and not name.startswith(".") and not (Path(folder) / name).is_symlink()
+    ]
+    paths.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    return [path.relative_to(root).as_posix() for path in paths]
+
+
+def resume_choices() -> list[str]:
+    """Return what ``resume_from`` may be."""
+    return [NO_RESUME, RESUME_LATEST, *state_names()]
+
+
+def find_state(resume_from: str, *, prefix: str) -> Path | None:
+    """Return the file to go on from, None for a new training.
+
+    Args:
+        resume_from: ``"none"``, ``"latest"``, or a name of ``state_names``.
+        prefix: Of the runs among which the latest is looked for.
+
+    Raises:
+        RequestError: If there is no such state.
+    """
+    if resume_from == NO_RESUME:
+        return None
+    names = state_names()
+    if resume_from == RESUME_LATEST:
+        run = re.compile(re.escape(_clean(prefix)) + r"_\d{5,}/[^/]*")
+        names = [name for name in names if run.fullmatch(name)]
+        chosen = names[0] if names else None
+    else:
+        chosen = resume_from if resume_from in names else None
+    if chosen is None:
+        raise RequestError(
+            f"resume_from={resume_from!r} was asked with save_prefix={prefix!r}",
+            limit=f"{states_folder()} holds {names[:5] or 'no such state'}",
+            way_out="Choose one of the list, or 'none' for a new training",
+        )
+    return states_folder() / chosen
+
+
+def resume_version(resume_from: str, prefix: str) -> str:
+    """Return a text that changes when another state, or a changed one, would be gone on from."""
+    try:
+        path = find_state(resume_from, prefix=prefix)
+    except RequestError as error:
+        return str(error)
+    if path is None:
+        return NO_RESUME
+    status = path.stat()
+    return f"{path}:{status.st_mtime_ns}:{status.st_size}"
+
+
+class RunStates:
+    """The states of one run.
+
+    Args:
+        prefix: The training's file prefix.
+        keep: How many to keep; 0 writes none.
+    """
+
+    def __init__(self, prefix: str, *, keep: int) -> None:
+        self.prefix = _clean(prefix)
+        self.keep = keep
+        self._folder: Path | None = None
+        self._written: list[Path] = []
+
+    def save(self, state: TrainingState) -> Path | None:
+        """Write ``state`` and return its path; None if it is there already or none are wanted.
+
+        Raises:
+            SaveError: If it could not be written; older states are as before.
+        """
+        if not (self.prefix and self.keep):
+            return None
+        if self._folder is None:
+            self._folder = _new_folder(states_folder() / self.prefix)
+        path = self._folder / f"step_{state.step:08}{_SUFFIX}"
+        if path in self._written:
+            return None
+        save_state(path, state)
+        self._written.append(path)
+        for old in self._written[: -self.keep]:
+            old.unlink(missing_ok=True)
+        self._written = self._written[-self.keep :]
+        return path
+
+
+def _clean(prefix: str) -> str:
+    return prefix.replace("\\", "/").strip("/")
+
+
+def _new_folder(stem: Path) -> Path:
+    """Make ``<stem>_00001``, or the next number that is free."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        try:
+            folder = stem.with_name(f"{stem.name}_{number:05}")
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1

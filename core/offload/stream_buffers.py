@@ -1,0 +1,228 @@
+"""Target memory of streamed models, and what several models share: slots, host memory, budget.
+
+What this module does not do: it decides neither which block moves nor when; ``streamer`` does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .pinned_arena import PinnedArena
+from .segments import align
+from .stream_config import StreamConfig
+from .stream_masters import BlockMaster
+from .transfer import Transfer, make_transfer
+
+if TYPE_CHECKING:
+    from .stream_blocks import StreamEntry
+    from .streamer import ModelStreamer
+
+_NUM_STAGING = 2
+
+Binding = list[tuple["StreamEntry", torch.Tensor]]
+
+
+class TargetBuffer:
+    """A flat piece of target memory that holds one block.
+
+    Attributes:
+        flat: The memory, uint8.
+        master: Whose bytes are in it, or None.
+        changed: Path of each tensor whose bytes are no longer the master's, with what changed it.
+        replaced: Path of each tensor for which an object of its own stands, with that object.
+    """
+
+    def __init__(self, transfer: Transfer, nbytes: int) -> None:
+        self.flat = transfer.allocate(max(nbytes, 1))
+        self.storage = self.flat.untyped_storage()
+        self.lease = transfer.open_lease()
+        self.master: BlockMaster | None = None
+        self.changed: dict[str, object] = {}
+        self.replaced: dict[str, torch.Tensor] = {}
+        self._views: dict[int, Binding] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return self.flat.numel()
+
+    def views(self, master: BlockMaster) -> Binding:
+        """Return the objects that stand for the block's tensors while they are here; made once."""
+        if id(master) not in self._views:
+            self._views[id(master)] = master.views(self.storage)
+        return self._views[id(master)]
+
+    def forget(self, master: BlockMaster) -> None:
+        """Drop the objects made for a block."""
+        self._views.pop(id(master), None)
+
+
+class _Staging:
+    """Pinned host memory through which file-backed blocks go."""
+
+    def __init__(self, transfer: Transfer, nbytes: int) -> None:
+        is_cuda = transfer.device.type == "cuda"
+        self._arena = PinnedArena([nbytes], pin=is_cuda)
+        self.host = self._arena.allocate(nbytes).tensor(0, nbytes)
+        self.host.zero_()  # commits the pages before they are pinned
+        self._arena.seal()
+        self._copied = torch.cuda.Event() if is_cuda else None
+
+    def wait(self) -> None:
+        """Wait until the copy from here is over."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def note_copy(self, stream: torch.cuda.Stream | None) -> None:
+        """Record that a copy from here was just started."""
+        if self._copied is not None and stream is not None:
+            self._copied.record(stream)
+
+
+class StreamPool:
+    """What the models of one budget share; at most one of them computes at a time.
+
+    Args:
+        device: Where they compute.
+        config: The budget.
+
+    Attributes:
+        transfer: Does the copies.
+        owner: The model that computes, or did last; the slots count as its.
+    """
+
+    def __init__(self, device: torch.device, config: StreamConfig) -> None:
+        self.device = device
+        self.config = config
+        self.transfer = make_transfer(device)
+        self.owner: weakref.ref[ModelStreamer] | None = None
+        self.host_bytes = 0
+        self._members: weakref.WeakSet[ModelStreamer] = weakref.WeakSet()
+        self._arenas: list[weakref.ref[PinnedArena]] = []
+        self._slots: list[TargetBuffer] = []
+        self._free: list[TargetBuffer] = []
+        self._staging: list[_Staging] = []
+
+    @property
+    def members(self) -> list[ModelStreamer]:
+        """The models that share this."""
+        return list(self._members)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Target memory of all slots."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory registered with CUDA."""
+        return sum(arena.pinned_bytes for arena in (reference() for reference in self._arenas) if arena)
+
+    def join(self, member: ModelStreamer) -> None:
+        """Count a model in."""
+        self._members.add(member)
+
+    def slots_needed_bytes(self, block_bytes: int) -> int:
+        """Return the bytes that the slots take if the largest block has ``block_bytes``."""
+        largest = max([block_bytes, *(member.largest_block_bytes for member in self.members)])
+        return (self.config.prefetch_depth + 1) * largest
+
+    def place(self, masters: Sequence[BlockMaster]) -> PinnedArena | None:
+        """Move blocks into the arena as far as the RAM limit goes; the rest stays in its file."""
+        limit = self.config.ram_limit_bytes
+        chosen: list[BlockMaster] = []
+        for master in masters:
+            needed = align(master.nbytes)
+            if limit is None or self.host_bytes + needed <= limit:
+                chosen.append(master)
+                self.host_bytes += needed
+        if not chosen:
+            return None
+        arena = PinnedArena([master.nbytes for master in chosen], pin=self.device.type == "cuda")
+        self._arenas.append(weakref.ref(arena))
+        for master in chosen:
+            master.move_into(arena.allocate(master.nbytes))
+        arena.seal()
+        return arena
+
+    def release_host(self, nbytes: int) -> None:
+        """Note that a model gave host memory back."""
+        self.host_bytes -= nbytes
+
+    def open_slots(self, block_bytes: int) -> None:
+        """Have all slots, each large enough for the largest block of every model."""
+        needed = self.slots_needed_bytes(block_bytes) // (self.config.prefetch_depth + 1)
+        if self._slots and self._slots[0].nbytes >= needed:
+            return
+        self.close_slots()
+        self._slots = [TargetBuffer(self.transfer, needed) for _ in range(self.config.prefetch_depth + 1)]
+        self._free = list(self._slots)
+
+    def close_slots(self) -> None:
+        """Give all slots back to the allocator; nobody may be using one."""
+        for slot in self._slots:
+            self.transfer.discard(slot.flat, slot.lease)
+        self._slots, self._free = [], []
+
+    def take_slot(self) -> TargetBuffer | None:
+        """Return a free slot, or None."""
+        return self._free.pop(0) if self._free else None
+
+    def return_slot(self, slot: TargetBuffer) -> None:
+        """Take a slot back; everything launched so far was the last use of it."""
+        self.transfer.retire(slot.lease)
+        slot.master = None
+        slot.changed.clear()
+        slot.replaced.clear()
+        if any(slot is known for known in self._slots):
+            self._free.append(slot)
+        else:
+            self.transfer.discard(slot.flat, slot.lease)
+
+    def reclaim_slots(self) -> None:
+        """Take back every slot that a model took ahead of its use."""
+        for member in self.members:
+            member.forget_foreseen()
+
+    def copy_in(self, master: BlockMaster, buffer: TargetBuffer) -> None:
+        """Begin copying a block's bytes from the host to a buffer."""
+        destination = buffer.flat[: master.nbytes]
+        if master.host is not None:
+            self.transfer.start(master.host, destination, buffer.lease)
+        else:
+            staging = self._take_staging(master.nbytes)
+            master.read_into(staging.host)
+            self.transfer.start(staging.host[: master.nbytes], destination, buffer.lease)
+            staging.note_copy(getattr(self.transfer, "copy_stream", None))
+        buffer.master = master
+        buffer.changed.clear()
+        buffer.replaced.clear()
+
+    def restore(self, buffer: TargetBuffer, entry: StreamEntry) -> None:
+        """Give one tensor in a buffer its master's bytes again; the current stream waits for them."""
+        assert buffer.master is not None
+        for index, (first, stop) in enumerate(buffer.master.spans(entry.tensor)):
+            self.transfer.retire(buffer.lease)
+            source = buffer.master.read_span(entry.tensor, index)
+            self.transfer.start(source, buffer.flat[first:stop], buffer.lease)
+            self.transfer.wait(buffer.lease)
+        buffer.changed.pop(entry.path, None)
+        buffer.replaced.pop(entry.path, None)
+
+    def _take_staging(self, nbytes: int) -> _Staging:
+        if self._staging and self._staging[0].host.numel() < nbytes:
+            for staging in self._staging:
+                staging.wait()
+            self._staging = []
+        if len(self._staging) < _NUM_STAGING:
+            largest = max([nbytes, *(member.largest_block_bytes for member in self.members)])
+            self._staging.append(_Staging(self.transfer, largest))
+            return self._staging[-1]
+        staging = self._staging.pop(0)
+        self._staging.append(staging)
+        staging.wait()
+        return staging

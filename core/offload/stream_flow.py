@@ -1,0 +1,159 @@
+"""When blocks move: around each block's forward, and ahead of it.
+
+The order in which blocks run is learned from the pass before; until then it is the model's. A wrong
+guess costs a copy, never a wrong number, since whatever runs is fetched by name.
+
+What this module does not do: it chooses no residents and knows no budget; ``streamer`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..module_hooks import Forward, ModuleHook
+from .stream_block import StreamBlock
+from .stream_buffers import StreamPool, TargetBuffer
+from .stream_stats import PassClock
+
+
+class BlockFlow:
+    """Brings blocks in, in the order in which they run.
+
+    Args:
+        blocks: All blocks, in model order.
+        pool: Slots and copies.
+        clock: Learns of every wait.
+    """
+
+    def __init__(self, blocks: Sequence[StreamBlock], pool: StreamPool, clock: PassClock) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._count = len(blocks)
+        self._next = {block.index: blocks[(block.index + 1) % len(blocks)] for block in blocks}
+        self._last: StreamBlock | None = None
+        self._foreseen: list[StreamBlock] = []
+
+    @contextlib.contextmanager
+    def using(self, block: StreamBlock) -> Iterator[None]:
+        """Have the block's tensors on the target; whatever ends the forward, they return."""
+        block.depth += 1
+        try:
+            if block.depth == 1:
+                self._enter(block)
+            yield
+        finally:
+            block.depth -= 1
+            if block.depth == 0:
+                block.unbind()
+                self.let_go(block)
+
+    def end_pass(self, *, is_complete: bool) -> None:
+        """Note that a forward of the model is over; after a broken one nothing is learned from it."""
+        if not is_complete:
+            self._last = None
+
+    def let_go(self, block: StreamBlock) -> None:
+        """Give the block's slot back, if it has one."""
+        if block.buffer is not None and not block.is_resident:
+            slot, block.buffer = block.buffer, None
+            self._pool.return_slot(slot)
+
+    def forget(self, block: StreamBlock) -> None:
+        """Take back that the block's copy was started ahead."""
+        if any(block is other for other in self._foreseen):
+            self._foreseen = [other for other in self._foreseen if other is not block]
+            if block.depth == 0:
+                self.let_go(block)
+
+    def forget_all(self) -> None:
+        """Give back every slot that was taken ahead of its use."""
+        for block in list(self._foreseen):
+            self.forget(block)
+
+    def _enter(self, block: StreamBlock) -> None:
+        if self._last is not None:
+            self._next[self._last.index] = block
+        self._last = block
+        begin = self._clock.now()
+        if not block.is_filled:
+            self._start_now(block)
+        assert block.buffer is not None
+        self._foreseen = [other for other in self._foreseen if other is not block]
+        self._pool.transfer.wait(block.buffer.lease)
+        self._clock.waited(begin, self._clock.now())
+        block.bind()
+        self._look_ahead(block)
+        block.apply_changes(self._pool)
+
+    def _start_now(self, block: StreamBlock) -> None:
+        if block.buffer is None:
+            block.buffer = self._pool.take_slot()
+        if block.buffer is None:
+            self._pool.reclaim_slots()
+            # More blocks at once than there are slots: one runs inside another.
+            block.buffer = self._pool.take_slot() or TargetBuffer(self._pool.transfer, block.master.nbytes)
+        self._pool.copy_in(block.master, block.buffer)
+
+    def _look_ahead(self, block: StreamBlock) -> None:
+        expected = block
+        for _ in range(self._count - 1):
+            if len(self._foreseen) >= self._pool.config.prefetch_depth:
+                return
+            expected = self._next[expected.index]
+            if expected is block:
+                return
+            if not expected.is_filled and not self._start_ahead(expected):
+                return
+
+    def _start_ahead(self, block: StreamBlock) -> bool:
+        if block.buffer is None:
+            block.buffer = self._pool.take_slot()
+        if block.buffer is None:
+            return False
+        begin = self._clock.now() if self._clock.copies_block else None
+        self._pool.copy_in(block.master, block.buffer)
+        if begin is not None:
+            self._clock.waited(begin, self._clock.now())
+        self._foreseen.append(block)
+        return True
+
+
+class BlockHook(ModuleHook):
+    """Runs a block's forward with its tensors on the target."""
+
+    def __init__(self, flow: BlockFlow, block: StreamBlock) -> None:
+        self._flow = weakref.ref(flow)
+        self._block = block
+
+    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Call the forward."""
+        flow = self._flow()
+        if flow is None:
+            return forward(*args, **kwargs)
+        with flow.using(self._block):
+            return forward(*args, **kwargs)
+
+
+class PassHook(ModuleHook):
+    """Measures the model's forward."""
+
+    def __init__(self, flow: BlockFlow, clock: PassClock) -> None:
+        self._flow = flow
+        self._clock = clock
+
+    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Call the forward."""
+        is_complete = False
+        self._clock.begin_pass()
+        try:
+            output = forward(*args, **kwargs)
+            is_complete = True
+            return output
+        finally:
+            self._clock.end_pass(is_complete=is_complete)
+            self._flow.end_pass(is_complete=is_complete)

@@ -1,0 +1,172 @@
+"""The host bytes of one block: side by side in the arena, or left in the file that they came from.
+
+What this module does not do: it decides neither where a block lies nor when it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .pinned_arena import HostRegion
+from .segments import Layout, align, extent_bytes, group_overlapping, raw_bytes, view_of_storage
+from .stream_blocks import BlockPlan, StreamEntry
+from .tensors import set_data
+from .wrappers import take_apart
+
+# (offset of the segment in the block's bytes, layout inside the segment)
+Place = tuple[int, Layout]
+
+
+class BlockMaster:
+    """The bytes of one block's tensors and how the tensors lie in them.
+
+    Args:
+        plan: The block.
+
+    Attributes:
+        nbytes: Length of all bytes, aligned.
+        host: The bytes in the arena, uint8 ``[nbytes]``; None while they are still where they were.
+    """
+
+    def __init__(self, plan: BlockPlan) -> None:
+        self.plan = plan
+        self.nbytes = 0
+        self.host: torch.Tensor | None = None
+        self._objects = list({id(entry.tensor): entry.tensor for entry in plan.entries}.values())
+        self._leaves: dict[int, list[torch.Tensor]] = {}
+        self._places: dict[int, list[Place]] = {}
+        self._segments: list[tuple[int, int]] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        flat: list[tuple[int, torch.Tensor]] = []
+        for tensor in self._objects:
+            leaves = take_apart(tensor)[0]
+            self._leaves[id(tensor)] = leaves
+            flat.extend((id(tensor), leaf) for leaf in leaves)
+        places: dict[int, Place] = {}
+        for segment in group_overlapping([leaf for _, leaf in flat]):
+            for index, layout in segment.layouts:
+                places[index] = (self.nbytes, layout)
+            self._segments.append((self.nbytes, segment.nbytes))
+            self.nbytes += align(segment.nbytes)
+        for index, (key, _) in enumerate(flat):
+            self._places.setdefault(key, []).append(places[index])
+
+    def move_into(self, region: HostRegion) -> None:
+        """Copy the bytes into the arena, tensor by tensor, and point the tensors there.
+
+        Each tensor's old memory is let go before the next one is copied.
+        """
+        self.host = region.tensor(0, self.nbytes)
+        self._storages = {
+            start: region.tensor(start, nbytes).untyped_storage() for start, nbytes in self._segments
+        }
+        for tensor in self._objects:
+            leaves = self._leaves[id(tensor)]
+            for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
+                first = start + layout.offset_bytes
+                self.host[first : first + extent_bytes(leaf)].copy_(raw_bytes(leaf))
+                set_data(leaf, layout.view(self._storages[start]))
+
+    def take_back(self) -> None:
+        """Make every registered object stand where it stood, over the arena's bytes.
+
+        Whoever worked on the model meanwhile may have put an equal parameter in its place, or moved
+        its bytes; they are copied back, in case they changed.
+        """
+        for entry in self.plan.entries:
+            current = entry.table.get(entry.name)
+            if current is not entry.tensor and is_same_memory(current, entry.tensor):
+                entry.table[entry.name] = entry.tensor
+        if self.host is None:
+            return
+        for tensor in self._objects:
+            leaves = self._leaves[id(tensor)]
+            for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
+                own = layout.view(self._storages[start])
+                if leaf.numel() and leaf.data_ptr() != own.data_ptr():
+                    with torch.inference_mode(False), torch.no_grad():
+                        own.copy_(leaf)
+                    set_data(leaf, own)
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        """Copy the bytes from where they are to host memory, uint8 ``[>= nbytes]``."""
+        if self.host is not None:
+            destination[: self.nbytes].copy_(self.host)
+            return
+        for tensor in self._objects:
+            leaves = self._leaves[id(tensor)]
+            for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
+                first = start + layout.offset_bytes
+                destination[first : first + extent_bytes(leaf)].copy_(raw_bytes(leaf))
+
+    def spans(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Yield first and last byte (exclusive) of every part of a tensor, inside the block's bytes."""
+        for leaf, (start, layout) in zip(self._leaves[id(tensor)], self._places[id(tensor)], strict=True):
+            first = start + layout.offset_bytes
+            yield first, first + extent_bytes(leaf)
+
+    def read_span(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """Return one part's bytes on the host, for ``spans``' item of that index."""
+        if self.host is not None:
+            first, stop = list(self.spans(tensor))[index]
+            return self.host[first:stop]
+        return raw_bytes(self._leaves[id(tensor)][index])
+
+    def views(self, storage: torch.UntypedStorage) -> list[tuple[StreamEntry, torch.Tensor]]:
+        """Return, for every entry, an object like the registered one over other bytes.
+
+        Args:
+            storage: The block's bytes on any device.
+        """
+        made = {id(tensor): self._view(tensor, storage) for tensor in self._objects}
+        return [(entry, made[id(entry.tensor)]) for entry in self.plan.entries]
+
+    def _view(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        parts = [layout.view(storage, start) for start, layout in self._places[id(tensor)]]
+        with torch.inference_mode(False):
+            view: Any = take_apart(tensor)[1](parts)
+            if isinstance(tensor, nn.Parameter):
+                view = nn.Parameter(view, requires_grad=False)
+                if not is_traceable_wrapper_subclass(tensor):
+                    vars(view).update(vars(tensor))
+        return view
+
+
+def is_same_memory(tensor: Any, other: torch.Tensor) -> bool:
+    """Return whether two objects are the same kind of tensor over the same bytes."""
+    if type(tensor) is not type(other) or tensor.size() != other.size() or tensor.dtype != other.dtype:
+        return False
+    pairs = zip(take_apart(tensor)[0], take_apart(other)[0], strict=True)
+    return all(one.data_ptr() == two.data_ptr() and one.stride() == two.stride() for one, two in pairs)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another object over the same bytes, a parameter if it is one; never an inference tensor."""
+    leaves, rebuild = take_apart(tensor)
+    with torch.inference_mode(False):
+        parts = [
+            view_of_storage(
+                leaf.untyped_storage(), leaf.dtype, int(leaf.storage_offset()), leaf.size(), leaf.stride()
+            )
+            for leaf in leaves
+        ]
+        made: Any = rebuild(parts)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=False)
+            if not is_traceable_wrapper_subclass(tensor):
+                vars(made).update(vars(tensor))
+    return made
+
+
+def point_at(follower: torch.Tensor, leader: torch.Tensor) -> None:
+    """Let ``follower`` use the bytes of ``leader``, its alias; its own are let go."""
+    for one, two in zip(take_apart(follower)[0], take_apart(leader)[0], strict=True):
+        set_data(one, two)

@@ -1,0 +1,120 @@
+"""What weight streaming reports about itself, and the clock behind it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+# Above this share of a pass spent waiting for copies, the link decides the speed.
+_LINK_BOUND_SHARE = 0.05
+_MAX_PENDING = 8
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """A snapshot of one streamed model.
+
+    Attributes:
+        weight_bytes: All weights.
+        target_bytes: Target memory held for them now: rim, resident blocks and slots.
+        num_resident: Blocks that stay on the target.
+        num_streamed: Blocks that are copied in for each pass.
+        slot_bytes: Target memory of the slots, shared by all models of the pool.
+        host_bytes: Host memory of the arena.
+        file_bytes: Weights that are read from their file for each copy.
+        pinned_bytes: Host memory registered with CUDA, of all models of the pool.
+        moved_bytes: Bytes copied to the target so far, by all models of the pool.
+        num_passes: Forwards so far.
+        pass_s: Seconds of the last measured forward; 0 before one.
+        stall_s: Seconds of it that waited for copies.
+    """
+
+    weight_bytes: int
+    target_bytes: int
+    num_resident: int
+    num_streamed: int
+    slot_bytes: int
+    host_bytes: int
+    file_bytes: int
+    pinned_bytes: int
+    moved_bytes: int
+    num_passes: int
+    pass_s: float
+    stall_s: float
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the last pass that waited for copies, 0 to 1."""
+        return min(1.0, self.stall_s / self.pass_s) if self.pass_s else 0.0
+
+    @property
+    def bound_by(self) -> str:
+        """What the last pass waited for: ``"link"`` or ``"compute"``."""
+        return "link" if self.stall_share > _LINK_BOUND_SHARE else "compute"
+
+
+class PassClock:
+    """Measures forwards and the waits inside them; on CUDA with events, which nobody waits for.
+
+    Args:
+        device: Where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._marks: list = []
+        self._waits: list[tuple] = []
+        self._pending: deque[tuple] = deque(maxlen=_MAX_PENDING)
+        self._is_running = False
+        # On the CPU a copy is over when its start returns, so it is waited for wherever it is started.
+        self.copies_block = not self._is_cuda
+        self.num_passes = 0
+        self.pass_s = 0.0
+        self.stall_s = 0.0
+
+    def now(self) -> object:
+        """Return a moment on the current stream, or of the host's clock."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            return event
+        return time.perf_counter()
+
+    def begin_pass(self) -> None:
+        """Note that a forward starts."""
+        self._waits, self._marks, self._is_running = [], [self.now()], True
+
+    def end_pass(self, *, is_complete: bool) -> None:
+        """Note that it is over; a broken one does not count."""
+        self._is_running = False
+        if not is_complete:
+            return
+        self.num_passes += 1
+        self._pending.append((self._marks[0], self.now(), self._waits))
+        self._resolve()
+
+    def waited(self, begin: object, end: object) -> None:
+        """Note that a copy was waited for between two moments."""
+        if self._is_running:
+            self._waits.append((begin, end))
+
+    def read(self) -> tuple[float, float]:
+        """Return seconds of the last measured pass and of its waits."""
+        self._resolve()
+        return self.pass_s, self.stall_s
+
+    def _resolve(self) -> None:
+        while self._pending:
+            begin, end, waits = self._pending[0]
+            if self._is_cuda and not end.query():
+                return
+            self._pending.popleft()
+            self.pass_s = self._seconds(begin, end)
+            self.stall_s = sum(self._seconds(first, last) for first, last in waits)
+
+    def _seconds(self, begin, end) -> float:  # noqa: ANN001 - two events or two numbers
+        return begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin

@@ -1,0 +1,112 @@
+"""Which ranks hang: stopped ones, and ones that do nothing although a call waits for them.
+
+A rank that waits for another one inside a collective does nothing either. With gloo it sleeps, so
+a call hangs only once *every* rank that could still bring it on sleeps; calls that share a rank are
+judged together, since one may wait for the other. With NCCL a rank waits for its GPU, which shows as
+work, so one sleeping rank is enough. What cannot be told from a long computation is an endless loop; that
+ends with the call's deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .activity import Activity, ProcessActivity
+from .calls import PendingCall
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What was found.
+
+    Attributes:
+        ranks: The ranks that do nothing.
+        jobs: The jobs that wait for them, none if the ranks were stopped.
+        limit_s: For how long.
+    """
+
+    ranks: tuple[int, ...]
+    jobs: tuple[str, ...]
+    limit_s: float
+
+    def describe(self, blamed: Sequence[int]) -> str:
+        """Return the finding in a sentence without its full stop, naming the ranks to blame."""
+        many = len(blamed) > 1
+        who = f"worker rank{'s' * many} {', '.join(map(str, blamed))} {'were' if many else 'was'}"
+        if not self.jobs:
+            return f"{who} stopped by a signal (SIGSTOP) {self.limit_s:g} s ago"
+        return f"job {', '.join(map(repr, self.jobs))} hangs: {who} idle for {self.limit_s:g} s"
+
+
+class StallDetector:
+    """Looks at all processes of a pool again and again.
+
+    Args:
+        processes: By rank.
+        limit_s: How long a rank may do nothing.
+        one_is_enough: Whether one sleeping rank means a fault, because waiting for others shows as work.
+    """
+
+    def __init__(
+        self, processes: Mapping[int, ProcessActivity], limit_s: float, *, one_is_enough: bool
+    ) -> None:
+        self._processes = processes
+        self._limit_s = limit_s
+        self._one_is_enough = one_is_enough
+        self._idle_s = dict.fromkeys(processes, 0.0)
+        self._stopped_s = dict.fromkeys(processes, 0.0)
+        self._calls: dict[int, list[int]] = {}
+
+    def find(self, calls: Sequence[PendingCall], *, elapsed_s: float, counted_s: float) -> Stall | None:
+        """Look once.
+
+        Args:
+            calls: The calls under way.
+            elapsed_s: Seconds since the last look, in which the processes could work.
+            counted_s: How many of them count; fewer, if this process was itself stopped meanwhile.
+        """
+        for rank in self._processes:
+            numbers = [call.number for call in calls if rank in call.missing]
+            self._look(rank, numbers, elapsed_s, counted_s)
+        stopped = tuple(rank for rank, silent in self._stopped_s.items() if silent >= self._limit_s)
+        if stopped:
+            return Stall(stopped, (), self._limit_s)
+        for jobs, ranks in _connected(calls):
+            idle = tuple(sorted(rank for rank in ranks if self._idle_s[rank] >= self._limit_s))
+            enough = self._one_is_enough and "start" not in jobs
+            if idle and (enough or len(idle) == len(ranks)):
+                return Stall(idle, tuple(sorted(jobs)), self._limit_s)
+        return None
+
+    def close(self) -> None:
+        """Look no more."""
+        for process in self._processes.values():
+            process.close()
+
+    def _look(self, rank: int, numbers: list[int], elapsed_s: float, counted_s: float) -> None:
+        activity = self._processes[rank].look(elapsed_s)
+        self._stopped_s[rank] = self._stopped_s[rank] + counted_s if activity is Activity.STOPPED else 0.0
+        if not numbers or numbers != self._calls.get(rank) or activity is Activity.BUSY:
+            self._idle_s[rank] = 0.0
+        elif activity is Activity.WAITING:
+            # Seen at one instant only: a loop that sleeps and polls is caught running now and then.
+            self._idle_s[rank] = max(0.0, self._idle_s[rank] - 2 * counted_s)
+        elif activity is Activity.QUIET:
+            self._idle_s[rank] += counted_s
+        self._calls[rank] = numbers
+
+
+def _connected(calls: Iterable[PendingCall]) -> list[tuple[set[str], set[int]]]:
+    """Return jobs and missing ranks of the calls, together where they share a rank."""
+    groups: list[tuple[set[str], set[int]]] = []
+    for call in calls:
+        jobs, ranks = {call.job}, set(call.missing)
+        apart = []
+        for group in groups:
+            if group[1] & ranks:
+                jobs, ranks = jobs | group[0], ranks | group[1]
+            else:
+                apart.append(group)
+        groups = [*apart, (jobs, ranks)]
+    return groups

@@ -1,0 +1,76 @@
+"""Nodes that stream a model's weights through a budget of VRAM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..core.comfy_adapter import offload_model
+from .schema import known
+
+
+def budget_inputs() -> list[Any]:
+    """Return the inputs that every streaming node has first."""
+    return [
+        io.Float.Input(
+            "vram_budget_gb",
+            default=0.0,
+            min=0.0,
+            max=1024.0,
+            step=0.1,
+            tooltip="GB of VRAM for weights: more is faster. 0: auto, whatever ComfyUI has free.",
+        ),
+    ]
+
+
+def streaming_inputs() -> list[Any]:
+    """Return the inputs that every streaming node has last."""
+    return [
+        io.Int.Input(
+            "prefetch_depth",
+            default=1,
+            min=0,
+            max=16,
+            tooltip="Blocks that are copied ahead while one computes. 1 is right for most; each more takes "
+            "VRAM for one more block.",
+            **known(io.Int.Input, advanced=True),
+        ),
+        io.Model.Input(
+            "share_with",
+            optional=True,
+            tooltip="An offloaded MODEL that runs before or after this one (Wan 2.2: the other expert). Both "
+            "then use one budget; give both nodes the same values.",
+        ),
+    ]
+
+
+class OffloadModel(io.ComfyNode):
+    """Stream a MODEL's weights through a budget of VRAM."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node."""
+        return io.Schema(
+            node_id="FerryOffloadModel",
+            display_name="Offload Model",
+            category="ferry/low vram",
+            description="Runs a model that is larger than the VRAM: its weights stay in RAM and stream in, "
+            "block by block. Same picture.",
+            inputs=[
+                io.Model.Input("model", tooltip="The diffusion model; LoRAs may come before or after."),
+                *budget_inputs(),
+                *streaming_inputs(),
+            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="The same model, with streamed weights.")],
+            **known(io.Schema, search_aliases=["low vram", "block swap", "offload", "stream", "vram budget"]),
+        )
+
+    @classmethod
+    def execute(
+        cls, model: Any, vram_budget_gb: float, prefetch_depth: int, share_with: Any | None = None
+    ) -> io.NodeOutput:
+        """Return the streamed MODEL."""
+        return io.NodeOutput(
+            offload_model(model, vram_gb=vram_budget_gb, prefetch_depth=prefetch_depth, share_with=share_with)
+        )

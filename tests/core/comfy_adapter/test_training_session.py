@@ -1,0 +1,156 @@
+"""Resume, stop, cancel and failure of whole trainings: nothing is lost, nothing is different."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfyui_ferry.core.errors import RequestError
+from ferry_support.tiny_patchers import PATCHERS
+
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+
+WAN = PATCHERS["wan"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def output(tmp_path, monkeypatch):
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
+    return tmp_path
+
+
+def train(model=None, *, steps=6, latents=None, rank=2, training=None, offload=None, **saves):
+    from comfyui_ferry.core.comfy_adapter.train_lora import SaveSettings, TrainingRequest, run_lora_training
+    from comfyui_ferry.core.training import LoraConfig, OffloadSettings, TrainingConfig
+
+    config = {"learning_rate": 1e-2, "warmup_steps": 2, "ema_decay": 0.9, "max_gradient_norm": 1.0}
+    request = TrainingRequest(
+        LoraConfig(rank=rank, alpha=2.0),
+        TrainingConfig(steps=steps, **(config | (training or {}))),
+        OffloadSettings(**(offload or {})),
+        SaveSettings(**({"prefix": "tiny"} | saves)),
+        save_dtype="fp32",
+    )
+    with torch.inference_mode():
+        return run_lora_training(
+            model or WAN.build(), latents or [WAN.latent(0, 2)], [WAN.caption(0), WAN.caption(1)], request
+        )
+
+
+def files(output):
+    return sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("offload", [{}, {"optimizer_on_cpu": True}])
+def test_three_steps_and_three_more_are_six(output, offload):
+    whole = train(offload=offload, prefix="")
+    first = train(steps=3, offload=offload, every=1)
+    assert first.steps == 3
+    assert files(output) == [
+        "tiny_00001_.safetensors",
+        "training_states/tiny_00001/step_00000002.safetensors",
+        "training_states/tiny_00001/step_00000003.safetensors",
+    ]
+    second = train(offload=offload, resume_from="latest")
+    assert second.steps == 6
+    assert second.loss_map == whole.loss_map
+    assert all(torch.equal(second.lora[name], value) for name, value in whole.lora.items())
+
+
+def test_another_training_is_refused_by_name(output):
+    train(steps=1, training={"warmup_steps": 0})
+    other = WAN.build()
+    with torch.inference_mode():
+        other.model.diffusion_model.head.head.weight.mul_(1.5)
+    for changes, named in [
+        ({"rank": 4}, "rank was 2 and is 4"),
+        ({"latents": [WAN.latent(5, 2)]}, "dataset was 2 latents"),
+        ({"training": {"optimizer": "Adafactor"}}, "optimizer was AdamW"),
+        ({"model": other}, "base model was"),
+        ({"steps": 1, "training": {"warmup_steps": 0}}, "Raise steps above 1"),
+    ]:
+        with pytest.raises(RequestError, match=named):
+            train(resume_from="latest", **changes)
+    assert len(files(output)) == 2
+
+
+def at_step(monkeypatch, step, action):
+    """Run ``action`` after an optimizer step, as another thread might."""
+    from comfyui_ferry.core.comfy_adapter.training_session import TrainingSession
+
+    original = TrainingSession.after_step
+
+    def after_step(self, done, loss):
+        if done == step:
+            action(self)
+        original(self, done, loss)
+
+    monkeypatch.setattr(TrainingSession, "after_step", after_step)
+
+
+def test_stop_returns_what_there_is_and_save_writes_it_at_once(output, monkeypatch):
+    seen = []
+
+    def ask(session):
+        session.running.ask("save")
+        session.running.ask("stop")
+        seen.append(session)
+
+    at_step(monkeypatch, 2, ask)
+    result = train()
+    assert result.steps == 2
+    assert len(result.loss_map["loss"]) == 2
+    assert seen[0].progress.saved == "tiny_00001_.safetensors"
+    assert seen[0].progress.saved_step == 2
+    assert files(output) == [
+        "tiny_00001_.safetensors",  # asked for
+        "tiny_00002_.safetensors",  # the result
+        "training_states/tiny_00001/step_00000002.safetensors",
+    ]
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", ["cancel", "error"])
+def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, monkeypatch, kind):
+    import comfy.model_management as management
+    import comfy.utils
+
+    whole = train(prefix="")
+
+    def break_off(session):
+        if kind == "cancel":
+            management.interrupt_current_processing(True)
+        else:
+            original = management.throw_exception_if_processing_interrupted
+
+            def fail():
+                monkeypatch.setattr(management, "throw_exception_if_processing_interrupted", original)
+                raise torch.OutOfMemoryError("no memory")
+
+            monkeypatch.setattr(management, "throw_exception_if_processing_interrupted", fail)
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, break_off)
+        expected = management.InterruptProcessingException if kind == "cancel" else torch.OutOfMemoryError
+        with pytest.raises(expected) as caught:
+            train()
+        assert "saved as of step 4" in caught.value.__notes__[0]
+    assert files(output) == [
+        "tiny_00001_.safetensors",
+        "training_states/tiny_00001/step_00000004.safetensors",
+    ]
+    _, header = comfy.utils.load_torch_file(str(output / "tiny_00001_.safetensors"), return_metadata=True)
+    assert (header["steps"], header["rank"], header["alpha"]) == ("4", "2", "2.0")
+    assert len(header["dataset_hash"]) == len(header["base_hash"]) == 32
+    second = train(resume_from="tiny_00001/step_00000004.safetensors")
+    assert second.loss_map == whole.loss_map
+    assert all(torch.equal(second.lora[name], value) for name, value in whole.lora.items())

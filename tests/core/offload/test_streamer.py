@@ -1,0 +1,213 @@
+"""Streaming on the CPU: what is where, in which order, and that nothing of it shows in the numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.module_hooks import hook_names
+from comfyui_ferry.core.offload import ModelStreamer, StreamConfig, StreamPool, WeightChange
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, width)
+        self.down = nn.Linear(width, 8)
+        self.register_buffer("shift", torch.randn(8))
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh()) + self.shift
+
+
+class Model(nn.Module):
+    """Blocks of different sizes between two projections; two of them share a weight."""
+
+    def __init__(self, widths=(16, 16, 32, 16, 16, 16)) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block(width) for width in widths)
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.leave = nn.Linear(8, 8)
+        self.order = range(len(widths))
+        self.fails_at = None
+
+    def forward(self, x):
+        x = self.enter(x)
+        for index in self.order:
+            if index == self.fails_at:
+                raise KeyboardInterrupt
+            x = self.blocks[index](x)
+        return self.leave(x)
+
+
+def make(limit_bytes=None, *, depth=1, ram_bytes=None):
+    torch.manual_seed(0)
+    model = Model().requires_grad_(False)
+    plain = copy.deepcopy(model)
+    pool = StreamPool(torch.device("cpu"), StreamConfig(limit_bytes, ram_bytes, depth))
+    return model, plain, ModelStreamer(model, pool)
+
+
+X = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("ram_bytes", [None, 3000])
+def test_equal_within_the_budget(depth, share, ram_bytes):
+    model, plain, streamer = make(depth=depth, ram_bytes=ram_bytes)
+    budget = int(streamer.least_bytes + share * (streamer.weight_bytes - streamer.least_bytes))
+    streamer.load(budget)
+    for order in (range(6), [5, 1, 1, 2, 4, 0], range(6)):
+        model.order = plain.order = order
+        with torch.inference_mode():
+            assert torch.equal(model(X), plain(X))
+        assert streamer.target_bytes <= budget
+    stats = streamer.stats()
+    assert (stats.num_streamed == 0) == (budget == streamer.weight_bytes)
+    assert stats.host_bytes + stats.file_bytes == streamer.weight_bytes
+    assert (stats.file_bytes > 0) == (ram_bytes is not None) and stats.host_bytes <= (ram_bytes or 2**40)
+    streamer.unload()
+    assert streamer.target_bytes == 0 and not any(hook_names(module) for module in model.modules())
+    assert torch.equal(model(X), plain(X))
+
+
+def test_each_pass_moves_the_streamed_blocks_once():
+    model, _, streamer = make()
+    streamer.load((streamer.least_bytes + streamer.weight_bytes) // 2)
+    model(X)
+    moved = streamer.stats().moved_bytes
+    model(X)
+    streamed = [block.master.nbytes for block in streamer._blocks if not block.is_resident]
+    assert 0 < len(streamed) < 6
+    assert streamer.stats().moved_bytes - moved == sum(streamed)
+    assert streamer.stats().num_passes == 2
+
+
+def test_copies_start_ahead_and_a_broken_pass_leaves_nothing_behind():
+    model, plain, streamer = make()
+    streamer.load(0)
+    started = []
+    copy_in = streamer.pool.copy_in
+    streamer.pool.copy_in = lambda master, buffer: (started.append(master.plan.path), copy_in(master, buffer))
+    seen = {}
+    for index, block in enumerate(model.blocks):
+        block.up.register_forward_pre_hook(
+            lambda module, args, index=index: seen.update({index: list(started)})
+        )
+    model(X)
+    assert seen[0] == ["blocks.0", "blocks.1"] and seen[1] == ["blocks.0", "blocks.1", "blocks.2"]
+    # The first block's next copy is on its way already when the pass ends.
+    assert started[-1] == "blocks.0"
+    model.fails_at = 3
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    assert all(parameter is not None for parameter in model.parameters())
+    model.fails_at = None
+    assert torch.equal(model(X), plain(X))
+
+
+def test_outside_of_a_forward_the_model_is_its_masters():
+    model, plain, streamer = make()
+    before = list(model.blocks[2:].parameters())  # the first two share a weight, which stays on the target
+    streamer.load(0)
+    model(X)
+    assert all(one is two for one, two in zip(before, model.blocks[2:].parameters(), strict=True))
+    state, expected = model.state_dict(), plain.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_gives_memory_back_while_it_runs_and_takes_it_again():
+    model, plain, streamer = make()
+    streamer.load(streamer.weight_bytes)
+    model(X)
+    held = streamer.target_bytes
+    freed = []
+    handle = model.blocks[2].register_forward_pre_hook(
+        lambda module, args: freed.append(streamer.shrink(2000))
+    )
+    assert torch.equal(model(X), plain(X))
+    handle.remove()
+    assert freed[0] >= 2000 and streamer.target_bytes == held - freed[0]
+    assert streamer.shrink(10**9) == held - freed[0] - streamer.least_bytes
+    assert torch.equal(model(X), plain(X))
+    streamer.load(streamer.weight_bytes)
+    assert streamer.target_bytes == streamer.weight_bytes
+    assert torch.equal(model(X), plain(X))
+
+
+def test_changes_come_and_go_without_a_reload():
+    model, plain, streamer = make()
+    streamer.load((streamer.least_bytes + streamer.weight_bytes) // 2)
+    names = [
+        "enter.weight",
+        "blocks.0.down.weight",
+        "blocks.2.up.weight",
+        "blocks.5.shift",
+        "blocks.1.up.weight",
+    ]
+
+    def check(factor):
+        streamer.set_changes({} if factor == 1 else {
+            name: WeightChange(factor, lambda weight: weight * factor) for name in names
+        })  # fmt: skip
+        changed = copy.deepcopy(plain)
+        state = changed.state_dict()
+        for name in names:
+            state[name] *= factor
+        for _ in range(2):
+            assert torch.equal(model(X), changed(X))
+
+    check(1)
+    moved = streamer.stats().moved_bytes
+    model(X)
+    one_pass = streamer.stats().moved_bytes - moved
+    for factor in (3.0, 3.0, 0.5, 1):
+        before = streamer.stats().moved_bytes
+        check(factor)
+        # Two passes, and at most the changed tensors once more.
+        assert streamer.stats().moved_bytes - before - 2 * one_pass <= sum(
+            plain.state_dict()[name].nbytes for name in names
+        )
+    with pytest.raises(RequestError, match=r"blocks\.9"):
+        streamer.set_changes({"blocks.9": WeightChange(1, lambda weight: weight)})
+
+
+def test_two_models_in_one_budget():
+    torch.manual_seed(1)
+    models = [Model().requires_grad_(False) for _ in range(2)]
+    plains = copy.deepcopy(models)
+    probe = ModelStreamer(copy.deepcopy(models[0]), StreamPool(torch.device("cpu"), StreamConfig()))
+    limit = probe.weight_bytes
+    pool = StreamPool(torch.device("cpu"), StreamConfig(limit))
+    streamers = [ModelStreamer(model, pool) for model in models]
+    hosts = [block.master.host.data_ptr() for streamer in streamers for block in streamer._blocks]
+    for turn in (0, 0, 1, 1, 0):
+        streamers[turn].load(limit)
+        assert sum(streamer.target_bytes for streamer in streamers) <= limit
+        moved = pool.transfer.moved_to_target_bytes
+        assert torch.equal(models[turn](X), plains[turn](X))
+        # The switch costs at most one pass over the model: what streams anyway, and what stays from now on.
+        assert pool.transfer.moved_to_target_bytes - moved <= probe.weight_bytes + probe.largest_block_bytes
+    assert hosts == [block.master.host.data_ptr() for streamer in streamers for block in streamer._blocks]
+    with pytest.raises(RequestError, match="VRAM budget"):
+        pool_of_nothing = StreamPool(torch.device("cpu"), StreamConfig(1000))
+        ModelStreamer(Model(), pool_of_nothing)
+
+
+def test_bytes_that_moved_meanwhile_are_taken_back():
+    model, plain, streamer = make()
+    home = model.blocks[3].up.weight.data_ptr()
+    model.blocks[3].up.weight.data = model.blocks[3].up.weight.data.clone() * 2
+    plain.blocks[3].up.weight.data.mul_(2)
+    model.blocks[4].up.weight = nn.Parameter(model.blocks[4].up.weight.data, requires_grad=False)
+    streamer.load(0)
+    assert model.blocks[3].up.weight.data_ptr() == home
+    assert torch.equal(model(X), plain(X))
+    streamer.close()
+    assert streamer.pool.host_bytes == 0
+    assert torch.equal(model(X), plain(X))

@@ -1,0 +1,86 @@
+"""Who hangs and who only waits, decided from what each rank was seen to do."""
+
+from __future__ import annotations
+
+from comfyui_ferry.core.workers.activity import Activity
+from comfyui_ferry.core.workers.calls import CallTable
+from comfyui_ferry.core.workers.stalls import StallDetector
+
+BUSY, WAITING, QUIET, STOPPED = Activity.BUSY, Activity.WAITING, Activity.QUIET, Activity.STOPPED
+LIMIT_S = 3.0
+
+
+class Seen:
+    """A process that does what the test says."""
+
+    def __init__(self, activity: Activity):
+        self.activity = activity
+
+    def look(self, elapsed_s: float) -> Activity:
+        return self.activity
+
+
+def find(activities, calls, *, seconds=4, one_is_enough=False):
+    """Look every second; return the stall that was found, and after how many looks."""
+    processes = {rank: Seen(activity) for rank, activity in enumerate(activities)}
+    detector = StallDetector(processes, LIMIT_S, one_is_enough=one_is_enough)
+    for second in range(1, seconds + 1):
+        stall = detector.find(calls, elapsed_s=1, counted_s=1)
+        if stall is not None:
+            return stall, second
+    return None
+
+
+def calls(*ranks_of_each, job="forward"):
+    table = CallTable()
+    return [table.open(job, ranks, 60) for ranks in ranks_of_each]
+
+
+def test_a_call_hangs_when_all_its_ranks_are_quiet():
+    stall, second = find([QUIET, QUIET], calls([0, 1]))
+    assert (stall.ranks, second) == ((0, 1), 4)  # the first look only begins the count
+    assert stall.describe([1]) == "job 'forward' hangs: worker rank 1 was idle for 3 s"
+    assert "worker ranks 0, 1 were idle" in stall.describe([0, 1])
+
+
+def test_a_rank_that_waits_for_one_that_works_does_not():
+    for other in (BUSY, WAITING):
+        assert find([QUIET, other], calls([0, 1]), seconds=20) is None
+
+
+def test_ranks_without_a_call_may_be_quiet():
+    assert find([QUIET, QUIET], [], seconds=20) is None
+    assert find([QUIET, BUSY], calls([1]), seconds=20) is None
+
+
+def test_calls_that_share_a_rank_are_judged_together():
+    """Ranks 0 and 1 wait for rank 2 in different ways."""
+    assert find([QUIET, QUIET, BUSY], calls([0, 1], [1, 2]), seconds=20) is None
+    assert find([QUIET, QUIET, BUSY], calls([0, 1], [2]))[0].ranks == (0, 1)
+
+
+def test_where_waiting_shows_one_quiet_rank_is_enough_but_not_at_the_start():
+    assert find([QUIET, BUSY], calls([0, 1]), one_is_enough=True)[0].ranks == (0,)
+    assert find([QUIET, BUSY], calls([0, 1], job="start"), one_is_enough=True, seconds=20) is None
+
+
+def test_a_stopped_rank_is_found_without_a_call():
+    stall, second = find([BUSY, STOPPED], [])
+    assert (stall.ranks, second) == ((1,), 3)
+    assert "worker rank 1 was stopped by a signal (SIGSTOP)" in stall.describe(stall.ranks)
+
+
+def test_a_new_call_starts_the_count_again():
+    table = CallTable()
+    detector = StallDetector({0: Seen(QUIET)}, LIMIT_S, one_is_enough=False)
+    for _ in range(10):
+        call = table.open("forward", [0], 60)
+        for _ in range(3):
+            assert detector.find([call], elapsed_s=1, counted_s=1) is None
+
+
+def test_a_moment_in_which_nobody_could_look_counts_little():
+    detector = StallDetector({0: Seen(QUIET)}, LIMIT_S, one_is_enough=False)
+    pending = calls([0])
+    for _ in range(3):
+        assert detector.find(pending, elapsed_s=1000, counted_s=0.5) is None

@@ -1,0 +1,30 @@
+"""Offload Model as a node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ferry_support.tiny_patchers import PATCHERS
+
+pytestmark = pytest.mark.comfy
+
+
+def test_offload_model():
+    from comfyui_ferry.nodes.offload import OffloadModel
+
+    schema = OffloadModel.define_schema()
+    schema.validate()
+    assert [entry.id for entry in schema.inputs] == [
+        "model",
+        "vram_budget_gb",
+        "prefetch_depth",
+        "share_with",
+    ]
+    assert all(entry.tooltip for entry in schema.inputs)
+    with torch.inference_mode():
+        one, two = PATCHERS["wan"].build(), PATCHERS["wan"].build()
+        first = OffloadModel.execute(one, vram_budget_gb=0.5, prefetch_depth=2).args[0]
+        second = OffloadModel.execute(two, vram_budget_gb=0.5, prefetch_depth=2, share_with=first).args[0]
+    pool = first.stream.streamer.pool
+    assert first.model is not one.model and second.stream.streamer.pool is pool
+    assert pool.config.vram_limit_bytes == 2**29 and pool.config.prefetch_depth == 2
