@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
+from . import quantized
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -43,18 +44,31 @@ def describe_model(model: Any) -> dict[str, Any]:
     module = model.diffusion_model
     for name, tensor in named_tensors(module).items():
         if is_traceable_wrapper_subclass(tensor):
-            raise _unsupported_weights(module, f"{name} is a {type(tensor).__name__}")
-    return {
+            layout = getattr(tensor, "_layout_cls", "")
+            raise _unsupported_weights(module, f"{name} is a {type(tensor).__name__} {layout}".rstrip())
+    operations = _operations_name(module)
+    description = {
         "class_path": class_path(module),
         "unet_config": dict(model.model_config.unet_config),
-        "operations": _operations_name(module),
+        "operations": operations,
     }
+    if operations == quantized.OPERATIONS:
+        description["quantized"] = quantized.describe_layers(module)
+    return description
 
 
-def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def named_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and buffer by name, persistent or not, shared ones under each name."""
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))
+    return tensors
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the plain tensors of every parameter and buffer by name: of scaled fp8, values and scale."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in named_parameters(module).items():
+        tensors.update(quantized.plain_tensors(name, tensor))
     return tensors
 
 
@@ -70,6 +84,8 @@ def comfyui_arguments() -> dict[str, Any]:
 
 def _operations_name(module: nn.Module) -> str:
     """Return which class of ``comfy.ops`` the Linear layers come from, for example ``manual_cast``."""
+    if any(map(quantized.is_mixed_linear, module.modules())):
+        return quantized.OPERATIONS
     names = {
         type(layer).__qualname__.rpartition(".")[0]
         for layer in module.modules()
@@ -84,6 +100,6 @@ def _operations_name(module: nn.Module) -> str:
 def _unsupported_weights(module: nn.Module, what: str) -> RequestError:
     return RequestError(
         f"parallel sampling of {type(module).__name__} was asked, but {what}",
-        limit="Workers hold plain weights (fp32, bf16, fp16, fp8) of ComfyUI's own layers, nothing quantized",
-        way_out="Load an unquantized file with the stock loader",
+        limit="Workers hold plain weights (fp32, bf16, fp16, fp8) and, in newer ComfyUI, scaled fp8",
+        way_out="Load an unquantized or fp8 file with the stock loader",
     )

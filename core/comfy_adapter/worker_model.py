@@ -23,7 +23,8 @@ from ..parallel import (
     install_parallel,
 )
 from ..plans import find_plan
-from .model_export import innermost_forward, named_tensors
+from . import quantized
+from .model_export import innermost_forward, named_parameters
 from .patch_messages import PREFIX, decode_patches
 
 
@@ -47,12 +48,11 @@ class WorkerModel:
         layout: RankLayout,
     ) -> None:
         self.device = device
-        self.weights = weights
         self.module = _build(description)
+        self.weights = _whole_weights(self.module, description, weights)
         plan = find_plan(description["class_path"])
         tensor = _tensor_parallel(self.module, plan, layout)
         self.shards = None if tensor is None else tensor.shards
-        _check_weights(self.module, weights)
         self._assign()
         self.patched: set[str] = set()
         self.casting = {
@@ -123,7 +123,7 @@ class WorkerModel:
         """Return what this rank holds of a tensor, on its device; None if another rank holds all of it."""
         if self.shards is None or name not in self.shards.parts:
             return whole.to(self.device)
-        part = self.shards.take(name, whole)
+        part = quantized.cut(whole, self.shards.parts[name])
         if part is None:
             return None
         if own_memory:  # a view would keep the whole weight on the device
@@ -140,8 +140,16 @@ class WorkerModel:
         compute = comfy.model_management.cast_to_device(
             weight, self.device, _lora_dtype(self.device), copy=True
         )
+        is_quantized = quantized.is_scaled_fp8(weight)
+        if is_quantized:
+            compute = compute.dequantize()
         patched = comfy.lora.calculate_weight(entries, compute, key)
         seed = _string_to_seed(key)
+        if is_quantized:
+            return quantized.requantize(weight, patched, seed)
+        owner_path, _, attribute = name.rpartition(".")
+        if attribute == "weight" and quantized.is_mixed_linear(self.module.get_submodule(owner_path)):
+            return patched.to(weight.dtype)  # what such a layer does with a weight that is not quantized
         return comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
 
 
@@ -150,7 +158,10 @@ def _build(description: Mapping[str, Any]) -> nn.Module:
     if not module_path.startswith("comfy."):
         raise ValueError(f"{description['class_path']} is no model of ComfyUI")
     cls = getattr(importlib.import_module(module_path), class_name)
-    operations = getattr(comfy.ops, description["operations"])
+    if "quantized" in description:
+        operations = quantized.make_operations(description["quantized"])
+    else:
+        operations = getattr(comfy.ops, description["operations"])
     # Not on the meta device: some classes compute buffers and tables in their constructor. ComfyUI's
     # layers leave their weights uninitialised, so no memory is touched before it is assigned.
     model = cls(**description["unet_config"], device="cpu", operations=operations)
@@ -165,9 +176,14 @@ def _tensor_parallel(module: nn.Module, plan: ModelPlan, layout: RankLayout) -> 
     return TensorParallelHandle(TensorShards(module, plan, degree=degree, rank=rank), group)
 
 
-def _check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that the arena holds exactly the tensors of the model that was built."""
-    expected = named_tensors(module)
+def _whole_weights(
+    module: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Return the parameters and buffers of the model that was built, made of the arena's tensors."""
+    weights = tensors
+    if "quantized" in description:
+        weights = quantized.restore_layers(module, description["quantized"], tensors)
+    expected = named_parameters(module)
     if expected.keys() != weights.keys():
         raise ValueError(
             f"the model was built with other tensors: {sorted(expected.keys() ^ weights.keys())}"
@@ -177,6 +193,7 @@ def _check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> No
             raise ValueError(
                 f"{name} was built {tuple(expected[name].shape)}, received {tuple(tensor.shape)}"
             )
+    return weights
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

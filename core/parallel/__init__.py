@@ -10,7 +10,7 @@ from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
 from .planner import DegreePlan, choose_degrees
 from .tensor_parallel import TensorParallelHandle
-from .tensor_shards import TensorShards, largest_rank_bytes
+from .tensor_shards import TensorPart, TensorShards, largest_rank_bytes
 
 __all__ = [
     "predict",
@@ -27,6 +27,7 @@ __all__ = [
     "RankLayout",
     "SequenceGroup",
     "TensorParallelHandle",
+    "TensorPart",
     "TensorShards",
     "build_mesh",
     "check_plan",

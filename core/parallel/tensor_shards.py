@@ -211,11 +211,10 @@ def _weight(entry: ShardedModule) -> torch.Tensor:
 
 
 def _check_parameters(entry: ShardedModule) -> None:
-    """Check that the module holds a weight and a bias only: a scale would have to be cut as well."""
-    held = {name for name, _ in entry.module.named_parameters()} | {
-        name for name, _ in entry.module.named_buffers()
-    }
-    unknown = sorted(held - {"weight", "bias"})
+    """Check that the module holds a weight, a bias and single numbers; scales of parts would need a cut."""
+    held = dict(entry.module.named_parameters()) | dict(entry.module.named_buffers())
+    unknown = sorted(name for name, tensor in held.items() if tensor.numel() > 1)
+    unknown = [name for name in unknown if name not in ("weight", "bias")]
     if unknown:
         raise PlanError(f"{entry.path} holds {unknown} besides its weight, which no rule cuts")
 

@@ -93,7 +93,9 @@ def test_a_plan_that_does_not_fit_is_refused(rules: tuple[TensorRule, ...], mess
 
 def test_a_scale_beside_the_weight_is_refused() -> None:
     model = build_toy()
-    model.out.register_buffer("scale_weight", torch.ones(1))
+    model.out.register_buffer("input_scale", torch.ones(()))  # one number for all channels
+    TensorShards(model, plan(GatheredColumn("out")), degree=2, rank=0)
+    model.out.register_buffer("scale_weight", torch.ones(2))
     with pytest.raises(PlanError, match="scale_weight"):
         TensorShards(model, plan(GatheredColumn("out")), degree=2, rank=0)
 
