@@ -7,7 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from ..core.comfy_adapter import register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
 from .dataset import CacheTrainingData, LoadTrainingFolder, TrainingSetImages
-from .offload import OffloadModel
+from .offload import LoadDiffusionModelOffload, OffloadModel
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
 from .training import TrainLoraOffload
@@ -18,6 +18,7 @@ NODES: list[type[io.ComfyNode]] = [
     LoadTrainingFolder,
     TrainingSetImages,
     CacheTrainingData,
+    LoadDiffusionModelOffload,
     OffloadModel,
     TrainLoraOffload,
     LoadConditioning,

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..core.comfy_adapter import offload_model
+from ..core.comfy_adapter import WEIGHT_DTYPES, diffusion_model_names, load_offloaded, offload_model
 from .schema import known
 
 
@@ -73,4 +73,72 @@ class OffloadModel(io.ComfyNode):
         """Return the streamed MODEL."""
         return io.NodeOutput(
             offload_model(model, vram_gb=vram_budget_gb, prefetch_depth=prefetch_depth, share_with=share_with)
+        )
+
+
+class LoadDiffusionModelOffload(io.ComfyNode):
+    """Load a diffusion model with streamed weights."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node; its list is read from the folders each time ComfyUI asks."""
+        return io.Schema(
+            node_id="FerryLoadDiffusionModelOffload",
+            display_name="Load Diffusion Model (Offload)",
+            category="ferry/low vram",
+            description="Loads a diffusion model that may be larger than VRAM and RAM: straight from file "
+            "to RAM, then streamed block by block. Same picture.",
+            inputs=[
+                io.Combo.Input(
+                    "unet_name",
+                    options=diffusion_model_names(),
+                    tooltip="A file in models/diffusion_models, the index of a sharded model there, or the "
+                    "diffusion model of a checkpoint.",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(WEIGHT_DTYPES),
+                    default="default",
+                    tooltip="As in Load Diffusion Model. fp8 halves what has to be copied, at some quality.",
+                    **known(io.Combo.Input, advanced=True),
+                ),
+                *budget_inputs(),
+                io.Float.Input(
+                    "ram_budget_gb",
+                    default=0.0,
+                    min=0.0,
+                    max=4096.0,
+                    step=0.1,
+                    tooltip="GB of RAM for weights; blocks above it are read from the file at every step. "
+                    "0: the whole model.",
+                    **known(io.Float.Input, advanced=True),
+                ),
+                *streaming_inputs(),
+            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="The model, with streamed weights.")],
+            **known(
+                io.Schema, search_aliases=["low vram", "unet loader", "block swap", "offload", "vram budget"]
+            ),
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        unet_name: str,
+        weight_dtype: str,
+        vram_budget_gb: float,
+        ram_budget_gb: float,
+        prefetch_depth: int,
+        share_with: Any | None = None,
+    ) -> io.NodeOutput:
+        """Return the streamed MODEL."""
+        return io.NodeOutput(
+            load_offloaded(
+                unet_name,
+                weight_dtype=weight_dtype,
+                vram_gb=vram_budget_gb,
+                ram_gb=ram_budget_gb,
+                prefetch_depth=prefetch_depth,
+                share_with=share_with,
+            )
         )

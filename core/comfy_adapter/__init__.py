@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         register_conditioning_folder,
         save_conditioning,
     )
-    from .model_offload import offload_model
+    from .diffusion_files import diffusion_model_names
+    from .model_build import WEIGHT_DTYPES
+    from .model_offload import load_offloaded, offload_model
     from .parallel_model import check_degrees, make_parallel
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
@@ -51,6 +53,9 @@ _HOMES = {
     "load_conditioning": "conditioning",
     "load_input_folder": "training_folder",
     "make_parallel": "parallel_model",
+    "WEIGHT_DTYPES": "model_build",
+    "diffusion_model_names": "diffusion_files",
+    "load_offloaded": "model_offload",
     "offload_model": "model_offload",
     "register_conditioning_folder": "conditioning",
     "register_training_routes": "training_routes",
@@ -83,6 +88,9 @@ __all__ = [
     "load_conditioning",
     "load_input_folder",
     "make_parallel",
+    "WEIGHT_DTYPES",
+    "diffusion_model_names",
+    "load_offloaded",
     "offload_model",
     "register_conditioning_folder",
     "register_training_routes",

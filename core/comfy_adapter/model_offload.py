@@ -1,8 +1,9 @@
-"""Turn a MODEL into one whose weights stream through a budget of VRAM."""
+"""MODELs whose weights stream through a budget of VRAM: from a MODEL, or straight from a file."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_management
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from ..errors import RequestError
-from ..offload import ModelStreamer, StreamConfig, StreamPool, alias, point_at
+from ..offload import ModelStreamer, StreamConfig, StreamPool, WeightFile, alias, point_at
+from .diffusion_files import find_diffusion_model, open_diffusion_model
+from .model_build import build_diffusion_model
 from .model_stream import ModelStream
 from .parallel_model import ParallelPatcher
 from .streamed_patcher import StreamedPatcher
@@ -51,9 +54,40 @@ def offload_model(
     return streamed
 
 
-def attach_stream(patcher: Any, pool: StreamPool) -> StreamedPatcher:
+def load_offloaded(
+    name: str,
+    *,
+    weight_dtype: str = "default",
+    vram_gb: float = 0.0,
+    ram_gb: float = 0.0,
+    prefetch_depth: int = 1,
+    share_with: Any | None = None,
+) -> StreamedPatcher:
+    """Return a streamed MODEL from a file; its weights go from there straight into host memory.
+
+    Args:
+        name: A name from ``diffusion_model_names``.
+        weight_dtype: As in ComfyUI's Load Diffusion Model.
+        vram_gb: As in ``offload_model``.
+        ram_gb: Budget for host memory in GB (2**30 bytes); 0: the whole model. Blocks above it are read
+            from the file whenever they are copied.
+        prefetch_depth: As in ``offload_model``.
+        share_with: As in ``offload_model``.
+
+    Raises:
+        RequestError: If the file or the request is not supported; nothing is kept then.
+    """
+    config = StreamConfig.from_request(vram_gb=vram_gb, ram_gb=ram_gb, prefetch_depth=prefetch_depth)
+    path = find_diffusion_model(name)
+    pool = choose_pool(comfy.model_management.get_torch_device(), config, share_with)
+    files, tensors, metadata = open_diffusion_model(path)
+    patcher = build_diffusion_model(name, tensors, metadata, weight_dtype=weight_dtype)
+    return attach_stream(patcher, pool, files=files)
+
+
+def attach_stream(patcher: Any, pool: StreamPool, *, files: Sequence[WeightFile] = ()) -> StreamedPatcher:
     """Let a plain patcher's model stream; nobody else may use the model in other ways."""
-    streamer = ModelStreamer(patcher.model, pool, entry=patcher.model.diffusion_model)
+    streamer = ModelStreamer(patcher.model, pool, entry=patcher.model.diffusion_model, files=files)
     patcher.__class__ = StreamedPatcher
     stream = ModelStream(patcher.model, streamer)
     stream.publish(patcher.model)

@@ -15,7 +15,7 @@ stays on the target, from what ``tuner`` and ``step_timer`` measure.
 ``ModelStreamer`` runs a frozen model without gradients within a budget; its files begin with
 ``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_buffers``
 holds what several models share, ``stream_block``, ``stream_masters`` and ``stream_blocks`` are one
-block's tensors, bytes and place in the model.
+block's tensors, bytes and place in the model. ``weight_files`` reads safetensors without a copy.
 """
 
 from .manager import OffloadTrainingManager
@@ -31,6 +31,7 @@ from .stream_masters import alias, point_at
 from .stream_stats import StreamStats
 from .streamer import ModelStreamer
 from .tuner import OffloadBudget
+from .weight_files import WeightFile
 
 __all__ = [
     "BucketProfile",
@@ -48,6 +49,7 @@ __all__ = [
     "StreamPool",
     "StreamStats",
     "WeightChange",
+    "WeightFile",
     "alias",
     "plan_residency",
     "point_at",

@@ -5,7 +5,7 @@ What this module does not do: it takes and gives no memory; ``streamer`` and ``s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from torch import nn
 from .stream_blocks import BlockPlan, StreamEntry
 from .stream_buffers import StreamPool, TargetBuffer
 from .stream_masters import BlockMaster
+from .weight_files import WeightFile
 
 if TYPE_CHECKING:
     from .stream_buffers import Binding
@@ -46,10 +47,10 @@ class StreamBlock:
         changes: What differs from the master, by path.
     """
 
-    def __init__(self, plan: BlockPlan, index: int) -> None:
+    def __init__(self, plan: BlockPlan, index: int, files: Sequence[WeightFile] = ()) -> None:
         self.plan = plan
         self.index = index
-        self.master = BlockMaster(plan)
+        self.master = BlockMaster(plan, files)
         self.entries = {entry.path: entry for entry in plan.entries}
         self.buffer: TargetBuffer | None = None
         self.is_resident = False

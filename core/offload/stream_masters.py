@@ -5,7 +5,7 @@ What this module does not do: it decides neither where a block lies nor when it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .pinned_arena import HostRegion
 from .segments import Layout, align, extent_bytes, group_overlapping, raw_bytes, view_of_storage
 from .stream_blocks import BlockPlan, StreamEntry
 from .tensors import set_data
+from .weight_files import WeightFile
 from .wrappers import take_apart
 
 # (offset of the segment in the block's bytes, layout inside the segment)
@@ -27,14 +28,16 @@ class BlockMaster:
 
     Args:
         plan: The block.
+        files: Files over which tensors may lie; those are read from the file, not through its mapping.
 
     Attributes:
         nbytes: Length of all bytes, aligned.
         host: The bytes in the arena, uint8 ``[nbytes]``; None while they are still where they were.
     """
 
-    def __init__(self, plan: BlockPlan) -> None:
+    def __init__(self, plan: BlockPlan, files: Sequence[WeightFile] = ()) -> None:
         self.plan = plan
+        self._files = files
         self.nbytes = 0
         self.host: torch.Tensor | None = None
         self._objects = list({id(entry.tensor): entry.tensor for entry in plan.entries}.values())
@@ -71,8 +74,7 @@ class BlockMaster:
         for tensor in self._objects:
             leaves = self._leaves[id(tensor)]
             for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
-                first = start + layout.offset_bytes
-                self.host[first : first + extent_bytes(leaf)].copy_(raw_bytes(leaf))
+                self._read_leaf(leaf, self.host, start + layout.offset_bytes)
                 set_data(leaf, layout.view(self._storages[start]))
 
     def take_back(self) -> None:
@@ -104,8 +106,13 @@ class BlockMaster:
         for tensor in self._objects:
             leaves = self._leaves[id(tensor)]
             for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
-                first = start + layout.offset_bytes
-                destination[first : first + extent_bytes(leaf)].copy_(raw_bytes(leaf))
+                self._read_leaf(leaf, destination, start + layout.offset_bytes)
+
+    def _read_leaf(self, leaf: torch.Tensor, destination: torch.Tensor, first: int) -> None:
+        part = destination[first : first + extent_bytes(leaf)]
+        if not part.numel() or any(file.read(leaf.data_ptr(), part) for file in self._files):
+            return
+        part.copy_(raw_bytes(leaf))
 
     def spans(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         """Yield first and last byte (exclusive) of every part of a tensor, inside the block's bytes."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .stream_buffers import StreamPool
 
 # Above this share of a pass spent waiting for copies, the link decides the speed.
 _LINK_BOUND_SHARE = 0.05
@@ -54,6 +59,41 @@ class StreamStats:
     def bound_by(self) -> str:
         """What the last pass waited for: ``"link"`` or ``"compute"``."""
         return "link" if self.stall_share > _LINK_BOUND_SHARE else "compute"
+
+
+def snapshot(
+    pool: StreamPool,
+    clock: PassClock,
+    *,
+    masters: Sequence[tuple[int, bool]],
+    residents: Sequence[bool],
+    target_bytes: int,
+) -> StreamStats:
+    """Return the stats of one model.
+
+    Args:
+        pool: Its pool.
+        clock: Its clock.
+        masters: Bytes of the rim and of each block, and whether they are in the arena.
+        residents: For each block, whether it stays on the target.
+        target_bytes: Target memory held now.
+    """
+    host_bytes = sum(nbytes for nbytes, is_in_arena in masters if is_in_arena)
+    pass_s, stall_s = clock.read()
+    return StreamStats(
+        weight_bytes=sum(nbytes for nbytes, _ in masters),
+        target_bytes=target_bytes,
+        num_resident=sum(residents),
+        num_streamed=len(residents) - sum(residents),
+        slot_bytes=pool.slot_bytes,
+        host_bytes=host_bytes,
+        file_bytes=sum(nbytes for nbytes, _ in masters) - host_bytes,
+        pinned_bytes=pool.pinned_bytes,
+        moved_bytes=pool.transfer.moved_to_target_bytes,
+        num_passes=clock.num_passes,
+        pass_s=pass_s,
+        stall_s=stall_s,
+    )
 
 
 class PassClock:

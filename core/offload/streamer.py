@@ -16,7 +16,7 @@ owns the model hands in ``WeightChange`` objects.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ from .stream_buffers import StreamPool, TargetBuffer
 from .stream_config import budget_too_small
 from .stream_flow import BlockFlow, BlockHook, PassHook
 from .stream_residents import choose_residents
-from .stream_stats import PassClock, StreamStats
+from .stream_stats import PassClock, StreamStats, snapshot
+from .weight_files import WeightFile
 
 HOOK_NAME = "stream"
 _LOG = get_logger("offload")
@@ -43,6 +44,7 @@ class ModelStreamer:
         root: The model; its tensors move into the pool's host memory now.
         pool: Budget, slots and copies, maybe shared with other models.
         entry: The module whose forward is one pass; None: the root.
+        files: The files over which the model's tensors lie, if they do.
 
     Attributes:
         is_loaded: Whether it holds target memory and its hooks are on.
@@ -51,12 +53,19 @@ class ModelStreamer:
         RequestError: If a tensor cannot be streamed, or the budget holds too little to run at all.
     """
 
-    def __init__(self, root: nn.Module, pool: StreamPool, *, entry: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        pool: StreamPool,
+        *,
+        entry: nn.Module | None = None,
+        files: Sequence[WeightFile] = (),
+    ) -> None:
         self.pool = pool
         self.is_loaded = False
         blocks, rim = plan_blocks(root)
-        self._rim = StreamBlock(rim, -1)
-        self._blocks = [StreamBlock(plan, index) for index, plan in enumerate(blocks)]
+        self._rim = StreamBlock(rim, -1, files)
+        self._blocks = [StreamBlock(plan, index, files) for index, plan in enumerate(blocks)]
         self._check_budget(type(root).__name__)
         self._entry = entry if entry is not None else root
         self._clock = PassClock(pool.device)
@@ -198,22 +207,12 @@ class ModelStreamer:
 
     def stats(self) -> StreamStats:
         """Return what there is to know now."""
-        on_host = sum(block.master.nbytes for block in self._all if block.master.host is not None)
-        pass_s, stall_s = self._clock.read()
-        num_resident = sum(block.is_resident for block in self._blocks)
-        return StreamStats(
-            weight_bytes=self.weight_bytes,
+        return snapshot(
+            self.pool,
+            self._clock,
+            masters=[(block.master.nbytes, block.master.host is not None) for block in self._all],
+            residents=[block.is_resident for block in self._blocks],
             target_bytes=self.target_bytes,
-            num_resident=num_resident,
-            num_streamed=len(self._blocks) - num_resident,
-            slot_bytes=self.pool.slot_bytes,
-            host_bytes=on_host,
-            file_bytes=self.weight_bytes - on_host,
-            pinned_bytes=self.pool.pinned_bytes,
-            moved_bytes=self.pool.transfer.moved_to_target_bytes,
-            num_passes=self._clock.num_passes,
-            pass_s=pass_s,
-            stall_s=stall_s,
         )
 
     @property

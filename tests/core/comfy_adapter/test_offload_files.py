@@ -1,0 +1,168 @@
+"""Load Diffusion Model (Offload): the same model as the stock loader's, from every kind of file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from comfyui_ferry.core.errors import RequestError
+from ferry_support.sampling import with_lora
+from ferry_support.tiny_models import noise, randomize
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.comfy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def wan():
+    """Weights of a tiny Wan that ComfyUI's detection recognises, as a file has them."""
+    import comfy.ops
+    from comfy.ldm.wan.model import WanModel
+
+    model = WanModel(
+        model_type="t2v", dim=128, in_dim=16, out_dim=16, num_heads=1, ffn_dim=64, num_layers=4,
+        operations=comfy.ops.disable_weight_init, dtype=torch.float32, device="cpu",
+    )  # fmt: skip
+    randomize(model)
+    return {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """ComfyUI's model folders, empty."""
+    import folder_paths
+
+    for kind in ("diffusion_models", "checkpoints"):
+        (tmp_path / kind).mkdir()
+        known = folder_paths.folder_names_and_paths[kind][1]
+        monkeypatch.setitem(
+            folder_paths.folder_names_and_paths, kind, ([str(tmp_path / kind)], {*known, ".safetensors"})
+        )
+        folder_paths.filename_list_cache.pop(kind, None)
+    yield tmp_path
+    for kind in ("diffusion_models", "checkpoints"):
+        folder_paths.filename_list_cache.pop(kind, None)
+
+
+def load(name, **settings):
+    from comfyui_ferry.core.comfy_adapter import load_offloaded
+
+    with torch.inference_mode():
+        return load_offloaded(name, **settings)
+
+
+def stock(path, **options):
+    import comfy.sd
+
+    with torch.inference_mode():
+        return comfy.sd.load_diffusion_model(str(path), model_options=options)
+
+
+def picture(model):
+    import nodes
+
+    caption = [[noise(1, 5, 4096), {}]]
+    latent = {"samples": torch.zeros(1, 16, 1, 4, 4)}
+    with torch.inference_mode():
+        return nodes.common_ksampler(model, 3, 1, 1.0, "euler", "simple", caption, caption, latent)[0][
+            "samples"
+        ]
+
+
+def test_the_stock_loaders_model_within_both_budgets(models, wan):
+    path = models / "diffusion_models" / "wan.safetensors"
+    save_file(wan, path)
+    plain = stock(path)
+    expected = picture(plain)
+    streamed = load("wan.safetensors", ram_gb=0.003, vram_gb=0.0046)
+    stats = streamed.stream.streamer.stats()
+    assert 0 < stats.host_bytes <= 0.003 * 2**30 and stats.file_bytes > 0
+    state = plain.model.state_dict()
+    assert {name: value.dtype for name, value in streamed.model.state_dict().items()} == {
+        name: value.dtype for name, value in state.items()
+    }
+    assert all(torch.equal(value, state[name]) for name, value in streamed.model.state_dict().items())
+    assert torch.equal(picture(streamed), expected)
+    assert streamed.stream.streamer.stats().num_streamed > 0
+    assert torch.equal(picture(with_lora(streamed)), picture(with_lora(plain)))
+    fp8 = load("wan.safetensors", weight_dtype="fp8_e4m3fn")
+    assert torch.equal(picture(fp8), picture(stock(path, dtype=torch.float8_e4m3fn)))
+
+
+def test_shards_and_checkpoints_hold_the_same_model(models, wan):
+    from comfyui_ferry.core.comfy_adapter import diffusion_model_names
+
+    folder = models / "diffusion_models" / "repo" / "transformer"
+    folder.mkdir(parents=True)
+    names, owners = sorted(wan), {}
+    for index in range(3):
+        part = {name: wan[name] for name in names[index::3]}
+        save_file(part, folder / f"part-{index}.safetensors")
+        owners |= dict.fromkeys(part, f"part-{index}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    checkpoint = {f"model.diffusion_model.{name}": value for name, value in wan.items()}
+    save_file(checkpoint | {"vae.x": torch.ones(3)}, models / "checkpoints" / "all.safetensors")
+    offered = diffusion_model_names()
+    shards, whole = "repo/transformer/model.safetensors.index.json", "checkpoints/all.safetensors"
+    assert {shards, whole} <= set(offered)
+    for name in (shards, whole):
+        state = load(name).model.diffusion_model.state_dict()
+        assert state.keys() == wan.keys()
+        assert all(torch.equal(state[key], value.to(state[key].dtype)) for key, value in wan.items())
+    owners["patch_embedding.weight"] = "../../part-0.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    with pytest.raises(RequestError, match="beside it"):
+        load(shards)
+    owners["patch_embedding.weight"] = "part-0.safetensors"
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": owners | {"x": "part-0.safetensors"}})
+    )
+    with pytest.raises(RequestError, match="none of its files"):
+        load(shards)
+
+
+def test_what_is_no_model_is_refused_and_leaves_nothing(models, wan):
+    import comfy.model_base
+
+    folder = models / "diffusion_models"
+    original = comfy.model_base.BaseModel.load_model_weights
+    (models / "secret.safetensors").write_bytes(b"")
+
+    def refused(change, reason):
+        weights = {name: value.clone() for name, value in wan.items()}
+        change(weights)
+        save_file(weights, folder / "bad.safetensors")
+        with pytest.raises(RequestError, match=reason):
+            load("bad.safetensors")
+        assert comfy.model_base.BaseModel.load_model_weights is original
+
+    refused(lambda w: w.update({"blocks.1.ffn.0.bias": torch.zeros(65)}), "do not fit")
+    refused(lambda w: w.pop("blocks.2.ffn.0.weight"), "not in the file")
+    refused(lambda w: w.update({"blocks.1.ffn.0.bias": torch.zeros(64, dtype=torch.int64)}), "wrong dtype")
+    refused(lambda w: [w.pop(name) for name in list(w) if "ffn" not in name], "does not know it")
+    for name in (
+        "../secret.safetensors",
+        "/etc/passwd",
+        "absent.safetensors",
+        "checkpoints/../../secret.safetensors",
+        "a\0b",
+        "",
+    ):
+        with pytest.raises(RequestError, match="no file of that name"):
+            load(name)
+    save_file(wan, folder / "wan.safetensors")
+    with pytest.raises(RequestError, match="weight_dtype"):
+        load("wan.safetensors", weight_dtype="int3")
+    whole = (folder / "wan.safetensors").read_bytes()
+    (folder / "wan.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RequestError, match="not whole"):
+        load("wan.safetensors")
