@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..core.comfy_adapter import COMPUTE_DTYPES, SAVE_DTYPES, resume_choices
-from ..core.training import LOSSES, OPTIMIZERS, SCHEDULES
+from ..core.training import ALGORITHMS, LOSSES, OPTIMIZERS, SCHEDULES
 from .schema import known
 from .types import TrainingCacheSocket
 
@@ -132,6 +132,14 @@ def advanced_inputs() -> list[Any]:
             max=1048576.0,
             step=1.0,
             tooltip="Parts of the model of at most this many MB move as one; 0: every layer on its own.",
+        ),
+        extra(
+            io.Combo,
+            "algorithm",
+            options=list(ALGORITHMS),
+            default="LoRA",
+            tooltip="What is trained on each layer. DoRA also learns the length of the weight's columns; "
+            "LoKr and LoHa make small files of high rank.",
         ),
         *_optimizer_inputs(extra),
         extra(

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError, SaveError
-from ..training import save_verified
+from ..training import ALGORITHMS, save_verified
+
+# What is still zero after a training has learned nothing; of each algorithm.
+_ZERO_AT_START = (".lora_up.weight", ".lokr_w2", ".lokr_w2_a", ".hada_w2_a")
 
 
 def check_prefix(prefix: str) -> None:
@@ -78,8 +81,10 @@ def verify_lora(model: Any, lora: Mapping[str, Tensor]) -> None:
     key_map = comfy.lora.model_lora_keys_unet(model.model, {})
     patches = comfy.lora.load_lora(dict(lora), key_map, log_missing=False)
     taken = {key for patch in patches.values() for key in patch.loaded_keys}
-    # `alpha` is read by the loader itself, with the adapter of the same name.
-    taken |= {key.replace(".lora_up.weight", ".alpha") for key in taken}
+    # These are read by the loader itself, with the adapter of the same name.
+    names = [name for kind in ALGORITHMS.values() for name in kind.file_names.values()]
+    layers = {key.removesuffix(f".{name}") for key in taken for name in names if key.endswith(f".{name}")}
+    taken |= {f"{layer}.{name}" for layer in layers for name in ("alpha", "dora_scale")}
     skipped = sorted(key for key in lora if key not in taken)
     unknown = sorted(set(map(str, patches)) - set(model.model.state_dict()))
     if skipped or unknown or not patches:
@@ -87,7 +92,13 @@ def verify_lora(model: Any, lora: Mapping[str, Tensor]) -> None:
             f"ComfyUI's loader would skip {len(skipped)} of {len(lora)} keys ({skipped[:5]}) and does not "
             f"know {unknown[:5]}. The LoRA would be silently incomplete; take these layers out of 'targets'."
         )
-    zero = [key for key in lora if key.endswith(".lora_up.weight") and not bool(lora[key].any())]
+    bad = [key for key in lora if not bool(torch.isfinite(lora[key]).all())]
+    if bad:
+        raise SaveError(
+            f"{len(bad)} tensors of the LoRA hold NaN or infinite values ({bad[:5]}). "
+            "Lower the learning rate, or save in bf16 or fp32."
+        )
+    zero = [key for key in lora if key.endswith(_ZERO_AT_START) and not bool(lora[key].any())]
     if zero:
         raise SaveError(
             f"{len(zero)} adapters are still all zero after training ({zero[:5]}). They learned nothing; "

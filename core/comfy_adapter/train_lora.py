@@ -145,6 +145,7 @@ def training_identity(
         "base model": f"{type(patcher.model).__name__} {weights}",
         "dataset": f"{len(samples)} latents {content}",
         "targets": f"{len(targets)} layers {layers}",
+        "algorithm": request.lora.algorithm,
         "rank": str(request.lora.rank),
         "alpha": str(request.lora.alpha),
         "seed": str(config.seed),

@@ -85,7 +85,7 @@ class TrainingRequest:
         """
         threshold_mb = widgets["split_threshold_mb"]
         return cls(
-            lora=LoraConfig(widgets["rank"], widgets["alpha"], widgets["targets"]),
+            lora=LoraConfig(widgets["rank"], widgets["alpha"], widgets["targets"], widgets["algorithm"]),
             training=TrainingConfig(
                 steps=widgets["steps"],
                 learning_rate=widgets["learning_rate"],

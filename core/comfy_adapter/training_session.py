@@ -138,6 +138,7 @@ class TrainingSession:
         return {
             "format": "pt",
             "base_model": type(self.model.model).__name__,
+            "algorithm": self.request.lora.algorithm,
             "rank": str(self.request.lora.rank),
             "alpha": str(self.request.lora.alpha),
             "steps": str(steps),

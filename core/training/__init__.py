@@ -1,11 +1,12 @@
 """LoRA training of any torch denoiser; plain PyTorch, usable without ComfyUI."""
 
+from .adapters import ALGORITHMS, Adapter, LoraAdapter
 from .block_checkpointing import BlockCheckpointing
 from .checkpoint import read_lora, save_verified
 from .config import LoraConfig, OffloadSettings, TrainingConfig
 from .data import Batch, Sample, SampleOrder, SampleSource, draw_batches, pair_samples
 from .fingerprint import fingerprint, fingerprint_model
-from .lora import LoraAdapter, LoraAdapters
+from .lora import LoraAdapters
 from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
 from .optimizer import OPTIMIZERS
 from .out_of_place import OutOfPlace
@@ -16,9 +17,11 @@ from .targets import Block, Target, find_blocks, is_linear, select_targets
 from .trainer import Callbacks, Training, train
 
 __all__ = [
+    "ALGORITHMS",
     "LOSSES",
     "OPTIMIZERS",
     "SCHEDULES",
+    "Adapter",
     "Batch",
     "Block",
     "BlockCheckpointing",

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import RequestError
+from .adapters import ALGORITHMS
 from .loss import LOSSES
 from .optimizer import OPTIMIZERS, check_installed
 from .schedule import SCHEDULES
@@ -16,18 +17,21 @@ class LoraConfig:
     """Shape and placement of the adapters.
 
     Attributes:
-        rank: Inner width ``r`` of ``up @ down``.
+        rank: Inner width ``r`` of their matrices.
         alpha: The adapter's output is scaled by ``alpha / rank``; stored in the file, never trained.
         targets: Which layers get one; the syntax is that of ``targets.select_targets``.
+        algorithm: A key of ``adapters.ALGORITHMS``.
     """
 
     rank: int = 16
     alpha: float = 16.0
     targets: str = ""
+    algorithm: str = "LoRA"
 
     def __post_init__(self) -> None:
         _at_least("rank", self.rank, 1)
         _positive("alpha", self.alpha)
+        _one_of("algorithm", self.algorithm, list(ALGORITHMS))
 
 
 @dataclass(frozen=True)

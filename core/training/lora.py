@@ -1,26 +1,22 @@
-"""Low-rank adapters on Linear layers (LoRA, arXiv:2106.09685).
+"""All adapters of a model: put on, taken off, checked, collected.
 
-An adapter adds ``scale * up(down(x))`` to what its layer returns; the layer itself stays as it is and
-is called as usual, so its weight may be streamed, cast or quantized. Adapters hold fp32 masters and
-compute in the dtype of their input.
-
-This module does not choose layers (``targets``) and does not write files (``checkpoint``).
+What one adapter is stands in ``adapters``. This module does not choose layers (``targets``) and does
+not write files (``checkpoint``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..errors import TrainingError
 from ..log import get_logger
 from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
+from .adapters import ALGORITHMS, Adapter, check_layer
 from .config import LoraConfig
 from .data import generator
 from .targets import Target
@@ -30,46 +26,16 @@ _HOOK = "lora"
 _CHILD = "ferry_lora"
 
 
-class LoraAdapter(nn.Module):
-    """One adapter: ``scale * up @ down``.
-
-    Args:
-        in_features: Width of the layer's input.
-        out_features: Width of its output.
-        rank: Inner width ``r``.
-        alpha: ``scale`` is ``alpha / rank``.
-
-    Attributes:
-        lora_down: ``(r, in_features)`` fp32, Kaiming-uniform at the start.
-        lora_up: ``(out_features, r)`` fp32, zero at the start, so that training starts at the base model.
-    """
-
-    def __init__(self, in_features: int, out_features: int, *, rank: int, alpha: float) -> None:
-        super().__init__()
-        self.scale = alpha / rank
-        self.lora_down = nn.Parameter(torch.empty(rank, in_features))
-        self.lora_up = nn.Parameter(torch.zeros(out_features, rank))
-
-    def start(self, random: torch.Generator) -> None:
-        """Draw the start values on the host."""
-        nn.init.kaiming_uniform_(self.lora_down, a=math.sqrt(5), generator=random)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the adapter's addition for the layer's input ``x`` ``(..., in_features)``."""
-        low = F.linear(x, self.lora_down.to(x.dtype))
-        return F.linear(low, self.lora_up.to(x.dtype)) * self.scale
-
-
 class _LoraHook(ModuleHook):
-    def __init__(self, adapter: LoraAdapter) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.called = False
 
     def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        output = forward(*args, **kwargs)
         self.called = True
-        # Not in place: the output may be a view or saved for the layer's own backward.
-        return output + self.adapter(args[0] if args else kwargs["input"]).to(output.dtype)
+        if args:
+            return self.adapter.around(lambda x: forward(x, *args[1:], **kwargs), module, args[0])
+        return self.adapter.around(lambda x: forward(**{**kwargs, "input": x}), module, kwargs["input"])
 
 
 class LoraAdapters:
@@ -83,7 +49,7 @@ class LoraAdapters:
 
     Args:
         targets: The layers.
-        config: Rank and alpha.
+        config: Algorithm, rank and alpha.
         seed: Decides each adapter's start from the seed and its path alone.
         device: Where the masters live.
     """
@@ -98,8 +64,10 @@ class LoraAdapters:
         self._installed: list[str] = []
         for path, target in self.targets.items():
             layer: Any = target.layer
-            adapter = LoraAdapter(layer.in_features, layer.out_features, rank=config.rank, alpha=config.alpha)
-            adapter.start(generator(seed, "lora", path))
+            check_layer(config.algorithm, path, layer)
+            kind = ALGORITHMS[config.algorithm]
+            adapter = kind(layer.in_features, layer.out_features, rank=config.rank, alpha=config.alpha)
+            adapter.start(generator(seed, "lora", path), layer)
             self._hooks[path] = _LoraHook(adapter.to(device))
 
     def __len__(self) -> int:
@@ -134,7 +102,7 @@ class LoraAdapters:
             layer._modules.pop(_CHILD, None)
         self._installed.clear()
 
-    def adapters(self) -> dict[str, LoraAdapter]:
+    def adapters(self) -> dict[str, Adapter]:
         """Return the adapters that are being trained, by the path of their layer."""
         return {path: hook.adapter for path, hook in self._hooks.items()}
 
@@ -160,24 +128,25 @@ class LoraAdapters:
     def check_first_gradients(self) -> None:
         """Make sure that every adapter can learn; to be called after the first backward.
 
-        With ``up`` at zero the gradient of ``down`` is exactly zero, so the gradient of ``up`` decides.
+        As long as an adapter's ``zero`` parameter is zero, that one alone has a gradient, so it decides.
         In the last block of a list whole branches may end unused (Qwen-Image drops the text half of its
         last block): their layers are called but no loss depends on them. Such adapters are left out.
 
         Raises:
             TrainingError: Naming the layers, if any other adapter has no gradient or a zero one.
         """
+        learns = {path: _has_gradient(hook.adapter.zero_parameter()) for path, hook in self._hooks.items()}
         unused = [
             path
             for path, hook in self._hooks.items()
-            if hook.called and self.targets[path].in_last_block and not _has_gradient(hook.adapter.lora_up)
+            if hook.called and self.targets[path].in_last_block and not learns[path]
         ]
         dead = {
             path: "the model reads this layer's weight without calling it"
             if not hook.called
             else "no gradient reaches it"
             for path, hook in self._hooks.items()
-            if not (path in unused or _has_gradient(hook.adapter.lora_up))
+            if not (path in unused or learns[path])
         }
         if dead or len(unused) == len(self._hooks):
             named = "; ".join(f"{path}: {why}" for path, why in list(dead.items())[:5]) or "all are unused"
@@ -203,13 +172,14 @@ class LoraAdapters:
 
         Args:
             prefix: Put before each path, for example ``"diffusion_model."``.
-            dtype: Of ``up`` and ``down``; ``alpha`` is a fp32 scalar.
+            dtype: Of the matrices; ``alpha`` and vectors (DoRA's lengths) stay fp32.
         """
         tensors: dict[str, Tensor] = {}
         for path, adapter in self.adapters().items():
-            for name in ("lora_up", "lora_down"):
-                value = getattr(adapter, name).detach().to("cpu", dtype, copy=True)
-                tensors[f"{prefix}{path}.{name}.weight"] = value.contiguous()
+            for name, parameter in adapter.named_parameters():
+                kept = torch.float32 if name == "dora_scale" else dtype
+                value = parameter.detach().to("cpu", kept, copy=True)
+                tensors[f"{prefix}{path}.{adapter.file_names[name]}"] = value.contiguous()
             tensors[f"{prefix}{path}.alpha"] = torch.tensor(float(self.config.alpha))
         return tensors
 

@@ -458,3 +458,52 @@ def test_a_gpu_holds_a_part_of_the_model(mode):
     assert torch.cuda.memory_allocated() - start < 0.05 * weight_bytes
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
     assert all(parameter.device.type == "cpu" for parameter in model.model.parameters())
+
+
+def outputs_at(patcher, process_of):
+    """What a patched model predicts for one fixed noisy latent."""
+    tiny = PATCHERS["flux"]
+    from comfyui_ferry.core.comfy_adapter.training_inputs import read_samples
+
+    samples = read_samples(patcher, [tiny.latent(0, 1)], [tiny.caption(0)])
+    process = process_of(patcher)
+    noisy = samples[0].latent + 0.5 * noise(*samples[0].latent.shape, seed=9)
+    with torch.no_grad():
+        return process.denoise(noisy, torch.tensor([0.6]), [samples[0].condition])
+
+
+@pytest.mark.parametrize("algorithm", ["LoRA", "DoRA", "LoKr", "LoHa"])
+@pytest.mark.parametrize("mode", ["both", "both, optimizer on cpu"])
+def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
+    import comfy.sd
+    import comfy.utils
+    from comfyui_ferry.core.comfy_adapter import train_lora as module
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
+
+    def process_of(patcher):
+        return ComfyProcess(patcher, torch.device("cpu"), seed=0)
+
+    trained = []
+    original = module.PreparedModel.train
+
+    def train_and_look(run, *arguments):
+        training = original(run, *arguments)
+        trained.append(outputs_at(run.patcher, process_of))
+        return training
+
+    monkeypatch.setattr(module.PreparedModel, "train", train_and_look)
+    result = train(
+        "flux", lora={"algorithm": algorithm, "targets": "double_blocks"}, save_prefix="x",
+        training={"learning_rate": 1e-2}, **MODES[mode],
+    )  # fmt: skip
+    file = comfy.utils.load_torch_file(str(result.path))
+    model = PATCHERS["flux"].build()
+    with torch.inference_mode():
+        bare = outputs_at(model, process_of)
+        loaded, _ = comfy.sd.load_lora_for_models(model, None, file, 1.0, 0.0)
+        loaded.patch_model(device_to=torch.device("cpu"))
+        merged = outputs_at(loaded, process_of)
+        loaded.unpatch_model(torch.device("cpu"))
+    assert (bare - merged).norm() > 1e-3 * bare.norm()
+    # One matmul with merged weights in place of two; 1e-6 is seen.
+    assert (trained[0] - merged).norm() <= 2e-5 * (bare - merged).norm() + 1e-5 * bare.norm()
