@@ -7,8 +7,10 @@ Files, from the outside in: ``manager`` attaches (by the steps in ``attach``) an
 and ``hooks`` say what happens when; ``residency`` is the cache, ``slots`` and ``transfer`` the target
 memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena`` the masters;
 ``tensors``, ``wrappers``, ``module_dicts`` and ``replacements`` how the model sees them;
-``saved_tensors`` and ``gradients`` what autograd sees; ``unobserved`` keeps the engine's own
-operations out of sight; ``modulation`` keeps what small frozen layers returned, ``modulation_layers``
+``saved_tensors`` and ``gradients`` what autograd sees; ``gradient_memory`` and ``host_worker`` where
+gradients arrive and are added; ``fused_steps`` and ``overlapped_steps`` the optimizer's step on the
+host; ``layer_major`` accumulation block by block; ``unobserved`` keeps the engine's own operations out
+of sight; ``modulation`` keeps what small frozen layers returned, ``modulation_layers``
 and ``modulation_store`` say for which layers and how; ``planner`` and ``prediction`` decide what
 stays on the target, from what ``tuner`` and ``step_timer`` measure.
 
@@ -18,6 +20,7 @@ holds what several models share, ``stream_block``, ``stream_masters`` and ``stre
 block's tensors, bytes and place in the model. ``weight_files`` reads safetensors without a copy.
 """
 
+from .layer_major import BlockSequence, backward_layer_major
 from .manager import OffloadTrainingManager
 from .modulation import ModulationCache
 from .modulation_layers import ModulationLayers, ModulationPlan
@@ -34,6 +37,7 @@ from .tuner import OffloadBudget
 from .weight_files import WeightFile
 
 __all__ = [
+    "BlockSequence",
     "BucketProfile",
     "ModelStreamer",
     "ModulationCache",
@@ -51,6 +55,7 @@ __all__ = [
     "WeightChange",
     "WeightFile",
     "alias",
+    "backward_layer_major",
     "plan_residency",
     "point_at",
     "predict",

@@ -56,20 +56,6 @@ def check_tensors(tensors: Iterable[ManagedTensor], config: OffloadConfig) -> No
             )
 
 
-def check_overlap(config: OffloadConfig) -> None:
-    """Check that there are parameters on the host for an optimizer to step.
-
-    Raises:
-        RequestError: If trainable parameters stay on the target.
-    """
-    if not config.optimizer_on_host:
-        raise RequestError(
-            "overlap_optimizer() was asked for parameters that stay on the target",
-            limit="It steps parameters whose home is the host",
-            way_out="Attach with enable_optimizer_cpu_offload=True",
-        )
-
-
 def check_trainable(tensors: Iterable[ManagedTensor]) -> None:
     """Check that nothing was unfrozen since it came under management.
 

@@ -23,11 +23,11 @@ from torch.autograd.variable import Variable
 from .buckets import Bucket, Segment
 from .checks import check_trainable
 from .config import OffloadConfig
-from .fused_steps import FusedSteps
 from .gradients import HostGradients
+from .holding import Holding
 from .hooks import Scope, TaskEnd, Unit, tensors_in
+from .host_steps import HostSteps
 from .module_dicts import ManagedDict
-from .overlapped_steps import OverlappedSteps
 from .prefetch import LookAhead
 from .replacements import Replacements
 from .residency import Residency
@@ -57,10 +57,14 @@ class Engine:
         self.replacements = Replacements(self.store, self.residency)
         self.saved_tensors = SavedTensorHooks(self)
         self.look_ahead = LookAhead(self.residency)
-        self.fused_steps = FusedSteps(self._is_streamed) if config.optimizer_on_host else None
-        self.overlapped_steps: OverlappedSteps | None = None
+        self.host_steps = (
+            HostSteps(self.gradients, self.transfer, is_managed=self._is_streamed)
+            if config.optimizer_on_host
+            else None
+        )
         self.timer: StepTimer | None = None
         self.num_open_scopes = 0
+        self.holding = Holding(self.residency)
         self._local = threading.local()
         self._tasks: dict[int, Scope] = {}
 
@@ -105,7 +109,11 @@ class Engine:
         self._scopes().remove(scope)
         self.num_open_scopes -= 1
         self._close(scope)
-        if self.num_open_scopes == 0 and torch._C._current_graph_task_id() == NO_TASK:
+        if (
+            self.num_open_scopes == 0
+            and torch._C._current_graph_task_id() == NO_TASK
+            and not self.holding.is_on
+        ):
             self._end_forward()
 
     @exclusive
@@ -126,6 +134,23 @@ class Engine:
         finally:
             self.leave(scope)
             self.watch(timer)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep what forwards and backwards in the body use on the target until it ends.
+
+        What is brought in ahead, and gradients on their way, also wait for ``end_hold``.
+        """
+        self.holding.begin()
+        try:
+            yield
+        finally:
+            self._close(self.holding.end())
+
+    def end_hold(self) -> None:
+        """End what several ``hold`` bodies in a row left open."""
+        self._end_forward()
+        self.end_all_tasks()
 
     @exclusive
     def keep_returned(self, output: Any) -> None:
@@ -164,8 +189,8 @@ class Engine:
         """
         if self.num_open_scopes == 0:
             self.replacements.settle()
-            if self.fused_steps is not None:
-                self.fused_steps.switch_back()
+            if self.host_steps is not None:
+                self.host_steps.settle()
 
     # Backwards
 
@@ -184,7 +209,7 @@ class Engine:
             # Outside a backward (somebody inspects a graph) nothing would end it: the view holds the slot.
             keep = self.residency.drop if task == NO_TASK else self.residency.cache
             keep(bucket)
-        if task != NO_TASK:
+        if self.holding.note(bucket) and task != NO_TASK:
             self.look_ahead.reopened(bucket)
         return view
 
@@ -194,6 +219,8 @@ class Engine:
         scope = self._tasks.pop(task_id, None)
         if scope is not None:
             self._close(scope)
+        if self.holding.is_on:
+            return
         # A backward inside another one (reentrant checkpointing) leaves what the outer one looks ahead to,
         # and does not wait for gradients that the outer one still has time for.
         if not self._tasks:
@@ -210,26 +237,6 @@ class Engine:
         for task_id in list(self._tasks):
             self.end_task(task_id)
         self.end_task(NO_TASK)
-
-    # The optimizer
-
-    def overlap_optimizer(self, optimizer: torch.optim.Optimizer, accumulation_steps: int) -> OverlappedSteps:
-        """Step ``optimizer`` during backwards; an earlier overlap ends."""
-        if self.overlapped_steps is not None:
-            self.overlapped_steps.remove()
-        self.overlapped_steps = OverlappedSteps(
-            optimizer,
-            self.gradients,
-            transfer=self.transfer,
-            accumulation_steps=accumulation_steps,
-        )
-        return self.overlapped_steps
-
-    def remove_steps(self) -> None:
-        """Let optimizers step as torch has it."""
-        for steps in (self.overlapped_steps, self.fused_steps):
-            if steps is not None:
-                steps.remove()
 
     def watch(self, timer: StepTimer | None) -> StepTimer | None:
         """Time what happens from now on, or stop that; return the timer that ran."""
@@ -269,7 +276,8 @@ class Engine:
             _, bucket = scope.buckets.popitem()
             bucket.pins -= 1
             if bucket.pins == 0:
-                bucket.unbind(self.transfer)
+                if bucket.is_bound:
+                    bucket.unbind(self.transfer)
                 (self.residency.cache if is_recompute else self.residency.drop)(bucket)
 
     @exclusive
@@ -301,4 +309,5 @@ class Engine:
         is_recompute = torch._C._current_graph_task_id() != NO_TASK
         if self.timer is not None and not is_recompute:
             self.timer.use(bucket)
-        self.look_ahead.used(bucket, is_recompute=is_recompute)
+        if self.holding.note(bucket):
+            self.look_ahead.used(bucket, is_recompute=is_recompute)

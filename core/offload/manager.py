@@ -13,10 +13,10 @@ from typing import Self
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import OffloadError, RequestError
 from ..module_hooks import install_hook, remove_hook
 from .attach import check_request, collect, make_dicts, make_units, set_dict, take_over
-from .checks import check_model, check_overlap
+from .checks import check_model
 from .config import OffloadConfig
 from .engine import Engine
 from .hooks import HOOK_NAME, UnitHook
@@ -26,7 +26,7 @@ from .module_dicts import ManagedDict
 from .overlapped_steps import OverlappedSteps
 from .planner import ResidencyPlan
 from .saved_tensors import check_torch
-from .stats import OffloadStats
+from .stats import OffloadStats, take_snapshot
 from .tuner import OffloadBudget, ResidencyTuner, apply_plan, lower_residency
 from .units import has_forward, module_bytes, owned_tensors, plan_units
 from .unobserved import unobserved
@@ -152,7 +152,7 @@ class OffloadTrainingManager:
         Raises:
             OffloadError: If the manager was removed.
         """
-        return lower_residency(self._running_engine(), nbytes)
+        return lower_residency(self.running_engine(), nbytes)
 
     def overlap_optimizer(
         self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int = 1
@@ -171,9 +171,14 @@ class OffloadTrainingManager:
             RequestError: If the optimizer is of another kind, or parameters are not offloaded.
             OffloadError: If the manager was removed.
         """
-        engine = self._running_engine()
-        check_overlap(engine.config)
-        return engine.overlap_optimizer(optimizer, accumulation_steps)
+        steps = self.running_engine().host_steps
+        if steps is None:
+            raise RequestError(
+                "overlap_optimizer() was asked for parameters that stay on the target",
+                limit="It steps parameters whose home is the host",
+                way_out="Attach with enable_optimizer_cpu_offload=True",
+            )
+        return steps.overlap(optimizer, accumulation_steps=accumulation_steps)
 
     def forward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which reading a weight brings it to the target, as inside a forward.
@@ -181,7 +186,7 @@ class OffloadTrainingManager:
         Raises:
             OffloadError: If the manager was removed.
         """
-        return self._running_engine().forward_scope()
+        return self.running_engine().forward_scope()
 
     def remove(self) -> None:
         """Give the model back bit for bit as it was, gradients kept; may be called again.
@@ -203,7 +208,8 @@ class OffloadTrainingManager:
         with unobserved():
             engine.end_all_tasks()
             engine.gradients.remove()
-            engine.remove_steps()
+            if engine.host_steps is not None:
+                engine.host_steps.remove()
             engine.store.restore()
         engine.residency.set_kept((), cache_limit_bytes=0)
         engine.residency.pool.trim(0)
@@ -236,22 +242,9 @@ class OffloadTrainingManager:
         Raises:
             OffloadError: If the manager was removed.
         """
-        engine = self._running_engine()
+        engine = self.running_engine()
         engine.settle()
-        residency, store, transfer = engine.residency, engine.store, engine.transfer
-        return OffloadStats(
-            resident_bytes=residency.resident_bytes,
-            resident_set_bytes=self.resident_set_bytes,
-            peak_resident_bytes=residency.peak_resident_bytes,
-            streamed_bytes=store.streamed_bytes,
-            slot_bytes=residency.pool.allocated_bytes,
-            pinned_bytes=store.pinned_bytes,
-            host_bytes=store.host_bytes,
-            moved_to_target_bytes=transfer.moved_to_target_bytes,
-            moved_to_host_bytes=transfer.moved_to_host_bytes,
-            num_units=self._num_units,
-            num_buckets=len(store.buckets),
-        )
+        return take_snapshot(engine, num_units=self._num_units)
 
     def __enter__(self) -> Self:
         return self
@@ -261,7 +254,12 @@ class OffloadTrainingManager:
     ) -> None:
         self.remove()
 
-    def _running_engine(self) -> Engine:
+    def running_engine(self) -> Engine:
+        """Return the engine, for the parts of this package that work with it.
+
+        Raises:
+            OffloadError: If the manager was removed.
+        """
         if self._engine is None:
             raise OffloadError("This OffloadTrainingManager was removed. Attach a new one.")
         return self._engine

@@ -104,6 +104,11 @@ class OverlappedSteps:
         gradients.observer = self.gradient_sent
 
     @property
+    def is_on(self) -> bool:
+        """Whether gradients lead to steps; False once removed."""
+        return self._gradients.observer == self.gradient_sent
+
+    @property
     def num_stepped(self) -> int:
         """Parameters that were stepped so far in the present round."""
         return sum(progress.is_stepped for progress in self._progress.values())
@@ -139,8 +144,8 @@ class OverlappedSteps:
             OffloadError: If that happens later.
         """
         self._check_round()
-        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
         stepped = {key for key, progress in self._progress.items() if progress.is_stepped}
+        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
         try:
             for group, parameters in groups:
                 group["params"] = [p for p in parameters if id(p) not in stepped]
@@ -153,7 +158,7 @@ class OverlappedSteps:
 
     def remove(self) -> None:
         """Let the optimizer step by itself again."""
-        if self._gradients.observer == self.gradient_sent:
+        if self.is_on:
             self._gradients.observer = None
         step = self._optimizer.__dict__.get("step")
         if getattr(step, "__func__", None) is not self._own_step:
@@ -164,11 +169,8 @@ class OverlappedSteps:
             del self._optimizer.__dict__["step"]
 
     def _step_if_complete(self, bucket: Bucket) -> None:
-        members = [
-            self._progress.get(id(tensor.tensor))
-            for tensor in bucket.tensors
-            if tensor.is_trainable and id(tensor.tensor) in self._group_of
-        ]
+        trainable = [id(tensor.tensor) for tensor in bucket.tensors if tensor.is_trainable]
+        members = [self._progress.get(key) for key in trainable if key in self._group_of]
         ready = [m for m in members if m is not None and m.num_gradients == self._accumulation_steps]
         if len(ready) < len(members) or any(m.arriving.later or m.is_stepped for m in ready):
             return
@@ -253,7 +255,7 @@ def _make_step(owner: OverlappedSteps) -> Callable[..., Any]:
 
     def step(optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         steps = reference()
-        if steps is None or steps._gradients.observer != steps.gradient_sent:
+        if steps is None or not steps.is_on:
             return inner(closure)
         if closure is not None:
             raise RequestError(
@@ -267,11 +269,8 @@ def _make_step(owner: OverlappedSteps) -> Callable[..., Any]:
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: id(value) if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    own = {name: value for name, value in group.items() if name != "params"}
+    return {name: id(value) if isinstance(value, torch.Tensor) else value for name, value in own.items()}
 
 
 def _check(optimizer: optim.Optimizer, accumulation_steps: int) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,21 @@ class OffloadStats:
     moved_to_host_bytes: int
     num_units: int
     num_buckets: int
+
+
+def take_snapshot(engine: Engine, *, num_units: int) -> OffloadStats:
+    """Return what the parts of the engine say now."""
+    residency, store, transfer = engine.residency, engine.store, engine.transfer
+    return OffloadStats(
+        resident_bytes=residency.resident_bytes,
+        resident_set_bytes=residency.resident_set_bytes + residency.kept_bytes,
+        peak_resident_bytes=residency.peak_resident_bytes,
+        streamed_bytes=store.streamed_bytes,
+        slot_bytes=residency.pool.allocated_bytes,
+        pinned_bytes=store.pinned_bytes,
+        host_bytes=store.host_bytes,
+        moved_to_target_bytes=transfer.moved_to_target_bytes,
+        moved_to_host_bytes=transfer.moved_to_host_bytes,
+        num_units=num_units,
+        num_buckets=len(store.buckets),
+    )

@@ -1,0 +1,57 @@
+"""The optimizer's step where trainable parameters live on the host: one kernel, and when it runs.
+
+What this module does not do: ``fused_steps`` chooses the kernel, ``overlapped_steps`` the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .fused_steps import FusedSteps
+from .gradients import HostGradients
+from .overlapped_steps import OverlappedSteps
+from .transfer import Transfer
+
+
+class HostSteps:
+    """What is attached to optimizers for as long as a manager is attached to their parameters.
+
+    Args:
+        gradients: The gradients of these parameters.
+        transfer: Moves the parameters.
+        is_managed: Whether a parameter's home is the host.
+    """
+
+    def __init__(
+        self, gradients: HostGradients, transfer: Transfer, *, is_managed: Callable[[torch.Tensor], bool]
+    ) -> None:
+        self._gradients = gradients
+        self._transfer = transfer
+        self._fused = FusedSteps(is_managed)
+        self._overlapped: OverlappedSteps | None = None
+
+    def overlap(self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int) -> OverlappedSteps:
+        """Step ``optimizer`` during backwards; an earlier overlap ends."""
+        if self._overlapped is not None:
+            self._overlapped.remove()
+        self._overlapped = OverlappedSteps(
+            optimizer, self._gradients, transfer=self._transfer, accumulation_steps=accumulation_steps
+        )
+        return self._overlapped
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether parameters are stepped during backwards."""
+        return self._overlapped is not None and self._overlapped.is_on
+
+    def settle(self) -> None:
+        """Undo what a step that raised left behind."""
+        self._fused.switch_back()
+
+    def remove(self) -> None:
+        """Let optimizers step as torch has it."""
+        if self._overlapped is not None:
+            self._overlapped.remove()
+        self._fused.remove()
