@@ -57,11 +57,9 @@ class Engine:
         self.replacements = Replacements(self.store, self.residency)
         self.saved_tensors = SavedTensorHooks(self)
         self.look_ahead = LookAhead(self.residency)
-        self.host_steps = (
-            HostSteps(self.gradients, self.transfer, is_managed=self._is_streamed)
-            if config.optimizer_on_host
-            else None
-        )
+        self.host_steps = None
+        if config.optimizer_on_host:
+            self.host_steps = HostSteps(self.gradients, self.transfer, is_managed=self._is_streamed)
         self.timer: StepTimer | None = None
         self.num_open_scopes = 0
         self.holding = Holding(self.residency)
@@ -137,10 +135,7 @@ class Engine:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep what forwards and backwards in the body use on the target until it ends.
-
-        What is brought in ahead, and gradients on their way, also wait for ``end_hold``.
-        """
+        """Keep what is used in the body until its end; gradients and look-ahead wait for ``end_hold``."""
         self.holding.begin()
         try:
             yield

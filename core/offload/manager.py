@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..errors import OffloadError, RequestError
 from ..module_hooks import install_hook, remove_hook
@@ -40,9 +41,9 @@ class OffloadTrainingManager:
 
     The model then computes on ``target_device`` as if it were there, in forward and backward, with
     gradient checkpointing or without, and gives the same numbers. Outside of forwards its tensors
-    are on the host: optimizers made before or after, ``state_dict``, ``load_state_dict``, saving
-    and initialising work as usual. A method other than ``forward``, called from outside any
-    forward, may read weights directly within ``forward_scope()``.
+    are on the host: optimizers, ``state_dict``, ``load_state_dict``, saving, initialising work as
+    usual. A method other than ``forward``, called from outside any forward, may read weights directly
+    within ``forward_scope()``.
 
     Attaching a second manager to the same model removes the first one.
 
@@ -69,7 +70,6 @@ class OffloadTrainingManager:
             follows it. None: two of the largest units, or 1/32 of the model if that is more.
         modulation: Frozen layers that see one small vector each; their outputs are kept, and computed
             ahead by ``modulation_cache.precompute``, so that steps need not stream them.
-
         budget: Keep as much on the target as this allows and a step gains by; planned from the second
             step, see ``residency_plan``. Resets PyTorch's record of peak memory once.
         plan: Keep what this says, from the start.
@@ -154,9 +154,7 @@ class OffloadTrainingManager:
         """
         return lower_residency(self.running_engine(), nbytes)
 
-    def overlap_optimizer(
-        self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int = 1
-    ) -> OverlappedSteps:
+    def overlap_optimizer(self, optimizer: Optimizer, *, accumulation_steps: int = 1) -> OverlappedSteps:
         """Step the optimizer's parameters on the host while the backward goes on.
 
         The loop stays as it is, ``optimizer.step()`` included, but must not touch gradients or
