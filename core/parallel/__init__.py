@@ -11,6 +11,7 @@ from .plan_check import check_plan, head_count, validate_model
 from .planner import DegreePlan, choose_degrees
 from .tensor_parallel import TensorParallelHandle
 from .tensor_shards import TensorPart, TensorShards, largest_rank_bytes
+from .tensor_units import max_tensor_degree
 
 __all__ = [
     "predict",
@@ -34,6 +35,7 @@ __all__ = [
     "head_count",
     "install_parallel",
     "largest_rank_bytes",
+    "max_tensor_degree",
     "parallelize",
     "validate_model",
 ]

@@ -154,7 +154,8 @@ class NormAcrossRanksHook(ModuleHook):
         local_mean = squares / x.shape[-1]
         mean = all_reduce(squares, group=self.group) / self.num_channels
         output = forward(*args, **kwargs)
-        return (output * ((local_mean + eps) / (mean + eps)).sqrt()).to(output.dtype)
+        # In place: multiplied in fp32 and rounded once, without an fp32 copy of the output.
+        return output.mul_(((local_mean + eps) / (mean + eps)).sqrt())
 
 
 class LocalArgumentsHook(ModuleHook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,9 @@ class SharedUnits:
         plan: The plan of its class.
         degree: Ranks that share the weights.
 
+    Attributes:
+        fewest: Units of the kind that the model has fewest of: the most ranks that there can be.
+
     Raises:
         RequestError: If there are fewer units of some kind than ranks.
         PlanError: If the plan does not fit the model.
@@ -70,6 +74,7 @@ class SharedUnits:
     def __init__(self, model: nn.Module, plan: ModelPlan, degree: int) -> None:
         self._shares: dict[str, dict[str, UnitShares]] = {}
         self._counted: list[UnitShares] = []
+        self.fewest = sys.maxsize
         assert plan.tensor is not None
         for unit in plan.tensor.units:
             if unit.optional and not has_modules(model, unit.scope):
@@ -98,6 +103,7 @@ class SharedUnits:
     def _deal(self, plan: ModelPlan, unit: Unit, module: nn.Module, degree: int) -> UnitShares:
         channels = _channels(module, unit)
         count = channels if unit.count is None else _attribute(module, unit.count)
+        self.fewest = min(self.fewest, count)
         if degree > count:
             raise RequestError(
                 f"{input_name('tp')}={degree} was asked for {plan.name}",
@@ -110,6 +116,13 @@ class SharedUnits:
         if rest:
             raise PlanError(f"{channels} channels are not {count} whole {unit.name}")
         return UnitShares(width, split_sizes(count, degree))
+
+
+def max_tensor_degree(model: nn.Module, plan: ModelPlan) -> int:
+    """Return how many ranks can share the model's weights: its fewest units of any kind, 1 without a plan."""
+    if plan.tensor is None:
+        return 1
+    return SharedUnits(model, plan, 1).fewest
 
 
 def refuse_without_tensor_plan(plan: ModelPlan, degree: int) -> None:

@@ -9,6 +9,7 @@ from comfyui_ferry.core.parallel.tensor_plan import TensorPlan, Unit
 from comfyui_ferry.core.parallel.tensor_units import (
     SharedUnits,
     UnitShares,
+    max_tensor_degree,
     refuse_without_tensor_plan,
     runs,
 )
@@ -79,6 +80,11 @@ def test_fewer_heads_than_ranks_are_refused_with_the_numbers() -> None:
     shared(HEADS, 3)
     with pytest.raises(RequestError, match=r"tensor_parallel_degree=4 .* whole heads.* 3\..* 1 to 3"):
         shared(HEADS, 4)
+
+
+def test_the_most_ranks_that_can_share_a_model() -> None:
+    assert max_tensor_degree(build_toy(), plan_of(HEADS)) == 3
+    assert max_tensor_degree(build_toy(), PLAN) == 1
 
 
 def test_a_plan_without_tensor_parallelism_is_refused() -> None:
