@@ -41,7 +41,8 @@ class RemoteForward:
         arguments = _flatten(bound)
         options = arguments.get("transformer_options") or {}
         arguments["transformer_options"] = sendable_options(options)
-        device = arguments["x"].device
+        x = arguments["x"]
+        device = (x[0] if isinstance(x, list) else x).device  # video with audio is a list of latents
         output = self.run.forward(_to_cpu(arguments))
         return _to_device(output, device)
 

@@ -4,16 +4,23 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 """
 
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
+from .cp_plan import CpPlanHandle, parallelize_cp_plan
 from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh
 from .parallelize import ParallelHandle, install_parallel, parallelize
 from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
 from .planner import DegreePlan, choose_degrees
+from .sharding import attend, gather, shard
 from .tensor_parallel import TensorParallelHandle
 from .tensor_shards import TensorPart, TensorShards, largest_rank_bytes
 from .tensor_units import max_tensor_degree
 
 __all__ = [
+    "CpPlanHandle",
+    "attend",
+    "gather",
+    "parallelize_cp_plan",
+    "shard",
     "predict",
     "choose_degrees",
     "Prediction",

@@ -26,16 +26,23 @@ class TinyPatcher:
         latent_shape: ``(C, ...)`` of one latent that fits it.
         context_dim: Width of its text embedding.
         options: Conditioning options of one caption, from a seed.
+        audio_shape: ``(C, ...)`` of the audio that comes with the latent, or None.
     """
 
     build: Callable[..., Any]
     latent_shape: tuple[int, ...]
     context_dim: int
     options: Callable[[int], Options]
+    audio_shape: tuple[int, ...] | None = None
 
     def latent(self, seed: int = 0, batch: int = 1) -> Options:
         """Return a LATENT."""
-        return {"samples": noise(batch, *self.latent_shape, seed=seed)}
+        samples = noise(batch, *self.latent_shape, seed=seed)
+        if self.audio_shape is None:
+            return {"samples": samples}
+        from comfy.nested_tensor import NestedTensor
+
+        return {"samples": NestedTensor([samples, noise(batch, *self.audio_shape, seed=seed)])}
 
     def caption(self, seed: int = 0, tokens: int = 7) -> list:
         """Return a CONDITIONING of one entry."""
@@ -133,6 +140,19 @@ def tiny_sdxl(**changes: Any) -> Any:
     return build_patcher("SDXL", config | changes)
 
 
+def tiny_ltx2(**changes: Any) -> Any:
+    """Return an LTX-2 MODEL: video and audio. Newer ComfyUI only."""
+    config: Options = {
+        "image_model": "ltxav", "in_channels": 128, "audio_in_channels": 128, "cross_attention_dim": 48,
+        "audio_cross_attention_dim": 24, "attention_head_dim": 16, "audio_attention_head_dim": 8,
+        "num_attention_heads": 3, "audio_num_attention_heads": 3, "caption_channels": 40, "num_layers": 2,
+        "rope_type": "split", "apply_gated_attention": True, "connector_num_attention_heads": 2,
+        "connector_attention_head_dim": 20, "audio_connector_num_attention_heads": 2,
+        "audio_connector_attention_head_dim": 20, "connector_num_layers": 1,
+    }  # fmt: skip
+    return build_patcher("LTXAV", config | changes)
+
+
 def _flux_options(seed: int) -> Options:
     return {"pooled_output": noise(1, 24, seed=seed), "guidance": 3.5}
 
@@ -143,5 +163,6 @@ PATCHERS = {
     "wan": TinyPatcher(tiny_wan, (16, 2, 8, 6), 40, lambda seed: {}),
     "z-image": TinyPatcher(tiny_z_image, (16, 8, 6), 40, lambda seed: {}),
     "sd3": TinyPatcher(tiny_sd3, (16, 8, 6), 40, lambda seed: {"pooled_output": noise(1, 24, seed=seed)}),
+    "ltx2": TinyPatcher(tiny_ltx2, (128, 2, 3, 4), 80, lambda seed: {}, audio_shape=(8, 5, 16)),
     "sdxl": TinyPatcher(tiny_sdxl, (4, 8, 8), 40, lambda seed: {"pooled_output": noise(1, 1280, seed=seed)}),
 }
