@@ -1,0 +1,57 @@
+"""Counting on the meta device, for ComfyUI's own classes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ferry_support.tiny_cases import CASES
+
+pytestmark = pytest.mark.comfy
+
+
+def _work(name, **changes):
+    from comfyui_ferry.core.parallel.dry_run import count_work
+    from ferry_support.parity import forward_of, plan_of
+
+    case = CASES[name]
+    model, inputs = case.build().to("meta"), to_meta(case.inputs())
+
+    def call(override):
+        options = {"optimized_attention_override": override}
+        return forward_of(model)(**inputs | {"transformer_options": options})
+
+    return count_work(model, plan_of(model), call, **changes)
+
+
+def to_meta(value):
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {key: to_meta(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_meta(item) for item in value)
+    return value
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_case_can_be_counted(name):
+    work = _work(name)
+    assert work.linear_flops > 0 and work.attention
+    assert 0 < work.cut_weight_bytes < work.weight_bytes
+    assert any(call.over_sequence for call in work.attention)
+    assert work.reductions > 0 and work.reduced_elements > 0
+
+
+def test_the_counts_of_qwen_image_by_hand():
+    work = _work("qwen", conditionings=2)
+    (call,) = work.attention
+    assert call.queries == call.keys and call.count == 2
+    assert (call.heads, call.head_channels) == (3, 16)
+    tokens, width, layers = call.queries, 48, 2
+    # Query, key, value, output: 4; feed-forward: 8; per token and layer. Modulation and embeddings come on top.
+    blocks = 2 * 12 * width * width * tokens * layers
+    assert blocks < work.linear_flops < 2 * blocks
+    # Attention's output and the feed-forward's, of text and image.
+    assert work.reductions == 4 * layers
+    assert work.reduced_elements == 2 * tokens * width * layers
+    assert work.conditionings == 2
