@@ -70,6 +70,7 @@ class DenoiserWork:
         reduced_elements: Elements that tensor parallelism sums over ranks in one forward: the outputs of
             all row-parallel layers.
         reductions: Number of those layers.
+        operations: How many kernels one forward launches.
         element_bytes: Bytes of one activation value.
         conditionings: Evaluations a step; 2 with a negative prompt.
         activation_bytes: What the forward holds at its peak besides the weights.
@@ -81,6 +82,7 @@ class DenoiserWork:
     cut_weight_bytes: int = 0
     reduced_elements: int = 0
     reductions: int = 0
+    operations: int = 0
     element_bytes: int = 2
     conditionings: int = 1
     activation_bytes: int = 0
@@ -97,7 +99,7 @@ class Machine:
         attention_flops_per_s: Attention, each GPU.
         link_bytes_per_s: One GPU to the others, one direction.
         collective_s: Fixed cost of a collective.
-        launch_s: Time in which the host can issue one forward: no forward takes less.
+        launch_s: Time in which the host issues one kernel: no forward takes less than all of its own.
         dispatch_s: Fixed cost of sending a call to worker processes.
     """
 
@@ -138,7 +140,7 @@ def predict(work: DenoiserWork, machine: Machine, dims: ParallelDims) -> Predict
         compute_s += attention_s
         exchange_s += waited_s
     exchange_s += _reduction_s(work, machine, dims)
-    forward_s = max(compute_s + exchange_s, machine.launch_s)
+    forward_s = max(compute_s + exchange_s, work.operations * machine.launch_s)
     if dims.world_size > 1:
         forward_s += machine.dispatch_s
     rounds = math.ceil(work.conditionings / dims.cfg)

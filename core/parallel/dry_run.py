@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..module_paths import find_modules, has_modules
@@ -43,9 +44,9 @@ def count_work(
     """
     attention, reductions = _AttentionRecorder(), _Reductions()
     handles = [module.register_forward_hook(reductions.add) for module in _row_parallel(model, plan)]
-    counter = FlopCounterMode(display=False)
+    counter, operations = FlopCounterMode(display=False), _Operations()
     try:
-        with counter, torch.no_grad():
+        with operations, counter, torch.no_grad():
             call(attention.override)
     finally:
         for handle in handles:
@@ -59,6 +60,7 @@ def count_work(
         cut_weight_bytes=cut,
         reduced_elements=reductions.elements,
         reductions=reductions.calls,
+        operations=operations.count,
         element_bytes=attention.element_bytes,
         conditionings=conditionings,
         activation_bytes=attention.activation_bytes(),
@@ -106,6 +108,19 @@ class _AttentionRecorder:
         """Return the estimate for all tokens."""
         widest = max((call.batch * call.queries * call.channels for call in self.calls), default=0)
         return self._LIVE_TENSORS * widest * self.element_bytes
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that compute: one kernel each, at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count ``func`` unless it only looks at memory in another way."""
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 class _Reductions:
