@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from ..core.comfy_adapter import register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
 from .dataset import CacheTrainingData, LoadTrainingFolder, TrainingSetImages
+from .degree_planner import PlanParallelDegrees
 from .offload import LoadDiffusionModelOffload, OffloadModel
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
@@ -15,6 +16,7 @@ from .training import TrainLoraOffload
 NODES: list[type[io.ComfyNode]] = [
     ParallelModel,
     ParallelSampler,
+    PlanParallelDegrees,
     LoadTrainingFolder,
     TrainingSetImages,
     CacheTrainingData,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         register_conditioning_folder,
         save_conditioning,
     )
+    from .degree_planner import DegreeAdvice, plan_degrees
     from .diffusion_files import diffusion_model_names
     from .model_build import WEIGHT_DTYPES
     from .model_offload import load_offloaded, offload_model
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "COMPUTE_DTYPES": "train_lora",
     "CacheResult": "training_cache",
+    "DegreeAdvice": "degree_planner",
     "FAMILY_NAMES": "training_folder",
     "SAVE_DTYPES": "train_lora",
     "TrainedLora": "train_lora",
@@ -57,6 +59,7 @@ _HOMES = {
     "diffusion_model_names": "diffusion_files",
     "load_offloaded": "model_offload",
     "offload_model": "model_offload",
+    "plan_degrees": "degree_planner",
     "register_conditioning_folder": "conditioning",
     "register_training_routes": "training_routes",
     "resume_choices": "training_states",
@@ -75,6 +78,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "FAMILY_NAMES",
     "CacheResult",
+    "DegreeAdvice",
     "SAVE_DTYPES",
     "RequestError",
     "TrainedLora",
@@ -92,6 +96,7 @@ __all__ = [
     "diffusion_model_names",
     "load_offloaded",
     "offload_model",
+    "plan_degrees",
     "register_conditioning_folder",
     "register_training_routes",
     "resume_choices",

@@ -66,19 +66,29 @@ def make_parallel(
     diffusion_model = model.model.diffusion_model
     release_stream(model)
     validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
+    run = ParallelRun(dims, devices)
+    parallel = attach_run(model, run, ParallelPatcher)
+    if dims.cfg > 1:
+        wrapper = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
+        parallel.add_wrapper_with_key(wrapper, _KEY, BranchWrapper(run))
+    return parallel
+
+
+def attach_run(model: Any, run: Any, patcher_class: type[ParallelPatcher]) -> Any:
+    """Return a clone of ``model`` whose denoiser calls go to ``run.forward``.
+
+    Raises:
+        RequestError: If the model holds what cannot be sent there.
+    """
     parallel = model.clone()
     # A clone through the base class keeps whatever subclass the loader made (dynamic VRAM), which
     # would move weights itself; the workers need none of that.
-    parallel.__class__ = ParallelPatcher
-    run = ParallelRun(dims, devices)
+    parallel.__class__ = patcher_class
     parallel.attachments[_KEY] = run
     injection = RemoteInjection(run)
     parallel.set_injections(
         _KEY, [comfy.patcher_extension.PatcherInjection(injection.inject, injection.eject)]
     )
-    if dims.cfg > 1:
-        wrapper = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
-        parallel.add_wrapper_with_key(wrapper, _KEY, BranchWrapper(run))
     check_supported(parallel)
     return parallel
 

@@ -48,7 +48,7 @@ class WorkerModel:
         layout: RankLayout,
     ) -> None:
         self.device = device
-        self.module = _build(description)
+        self.module = build_empty_model(description)
         self.weights = _whole_weights(self.module, description, weights)
         plan = find_plan(description["class_path"])
         tensor = _tensor_parallel(self.module, plan, layout)
@@ -153,7 +153,8 @@ class WorkerModel:
         return comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
 
 
-def _build(description: Mapping[str, Any]) -> nn.Module:
+def build_empty_model(description: Mapping[str, Any]) -> nn.Module:
+    """Return the described diffusion model on the CPU, its weights not initialised."""
     module_path, _, class_name = description["class_path"].rpartition(".")
     if not module_path.startswith("comfy."):
         raise ValueError(f"{description['class_path']} is no model of ComfyUI")

@@ -5,6 +5,7 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
+from .dry_run import count_work
 from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh
 from .parallelize import ParallelHandle, install_parallel, parallelize
 from .plan import ModelPlan, ParallelMethod
@@ -39,6 +40,7 @@ __all__ = [
     "TensorShards",
     "build_mesh",
     "check_plan",
+    "count_work",
     "head_count",
     "install_parallel",
     "largest_rank_bytes",

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NODE_IDS = {
     "FerryParallelModel",
     "FerryParallelSampler",
+    "FerryPlanParallelDegrees",
     "FerryLoadDiffusionModelOffload",
     "FerryOffloadModel",
     "FerryTrainLoraOffload",

@@ -1,0 +1,81 @@
+"""Degrees proposed for tiny MODELs, and that the proposal runs and leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from comfyui_ferry.core.errors import RequestError
+from ferry_support.sampling import TOLERANCE, difference, parallel, prompts, sample
+from ferry_support.tiny_patchers import PATCHERS
+
+pytestmark = pytest.mark.comfy
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Four GPUs with links so fast that all are worth using, on which tiny models take long."""
+    from comfyui_ferry.core.comfy_adapter import degree_planner
+    from comfyui_ferry.core.parallel import Machine
+
+    described = Machine(4, 2**30, 1e6, 1e6, 1e15, collective_s=0.0, launch_s=0.0, dispatch_s=0.0)
+    monkeypatch.setattr(degree_planner, "describe_machine", lambda gpus: replace(described, gpus=gpus))
+
+
+def plan(kind, *, max_gpus=4, cfg=3.0, model=None):
+    from comfyui_ferry.core.comfy_adapter import plan_degrees
+
+    with_prompts = prompts(kind)
+    return plan_degrees(
+        model or PATCHERS[kind].build(),
+        latent=PATCHERS[kind].latent(),
+        cfg=cfg,
+        max_gpus=max_gpus,
+        **with_prompts,
+    )
+
+
+def test_the_proposal_runs_and_gives_the_same_picture(machine):
+    kind = "qwen"
+    model = PATCHERS[kind].build()
+    alone = sample(model, kind)
+    advice = plan(kind, max_gpus=2, model=model)
+    assert advice.dims.cfg == 2 and advice.gpus == 2
+    assert "2 of 2 GPUs, cfg 2" in advice.text
+    degrees = {"gpus": 2, "cfg_degree": 2, "ulysses_degree": 1}
+    assert difference(sample(parallel(model, degrees), kind), alone) < TOLERANCE
+    assert difference(sample(model, kind), alone) == 0  # the model itself still works, untouched
+
+
+def test_without_guidance_there_is_one_conditioning(machine):
+    advice = plan("qwen", cfg=1.0)
+    assert advice.dims.cfg == 1
+    assert advice.gpus == 4 or advice.gpus == 3  # three heads: a fourth rank has none
+
+
+def test_no_worker_starts_and_nothing_stays_on_the_model(machine):
+    import psutil
+
+    model = PATCHERS["flux"].build()
+    before = set(vars(model.model.diffusion_model))
+    children = len(psutil.Process().children())
+    plan("flux", model=model)
+    assert set(vars(model.model.diffusion_model)) == before
+    assert len(psutil.Process().children()) == children
+    assert not model.injections and not model.attachments
+
+
+def test_a_patched_model_is_refused_by_name(machine):
+    model = PATCHERS["flux"].build()
+    model.set_model_patch(lambda *args: None, "attn1_patch")
+    with pytest.raises(RequestError, match="attn1_patch"):
+        plan("flux", model=model)
+
+
+def test_this_machine_is_described():
+    from comfyui_ferry.core.comfy_adapter.gpu_speed import describe_machine
+
+    machine = describe_machine(2)
+    assert machine.gpus == 2
+    assert 1e8 < machine.linear_flops_per_s < 1e17 and 1e8 < machine.attention_flops_per_s < 1e17
+    assert machine.memory_bytes > 2**20
