@@ -23,8 +23,9 @@ from ..errors import WorkerError
 from ..log import get_logger
 from ..parallel import ParallelDims, largest_rank_bytes
 from ..plans import find_plan
-from ..workers import SharedArena, WorkerPool, WorkerSpec
-from .model_export import class_path, comfyui_arguments, describe_model, named_tensors
+from ..workers import WorkerPool, WorkerSpec
+from .host_weights import HostWeights
+from .model_export import class_path, comfyui_arguments, describe_model
 from .patch_messages import encode_patches
 
 _log = get_logger("workers")
@@ -34,7 +35,6 @@ _log = get_logger("workers")
 class _Loaded:
     """A model that the workers hold."""
 
-    arena: SharedArena
     patches_uuid: Any = None
     num_bytes: int = 0
 
@@ -56,8 +56,11 @@ class WorkerGroup:
     def load(self, model: Any, patches: dict, patches_uuid: Any, *, force_cast: bool) -> None:
         """Give the workers ``model`` with ``patches``, sending only what they do not have yet."""
         token = _token(model)
+        weights, changed = _share_weights(model)
+        if changed:
+            self.unload(token)
         if token not in self.loaded:
-            self._send_model(token, model)
+            self._send_model(token, model, weights)
         if self.loaded[token].patches_uuid == patches_uuid:
             return
         message = encode_patches(patches)
@@ -68,12 +71,10 @@ class WorkerGroup:
         self.loaded[token].patches_uuid = patches_uuid
 
     def unload(self, token: int) -> None:
-        """Drop a model from all workers and free its shared memory."""
+        """Drop a model from all workers."""
         loaded = self.loaded.pop(token, None)
         if loaded is not None and self.pool.alive:
             self.pool.call("unload", {"token": token})
-        if loaded is not None:
-            loaded.arena.close()
 
     def loaded_bytes(self, token: int) -> int:
         """Return the bytes of weights that one worker holds for the model, 0 if none."""
@@ -86,18 +87,14 @@ class WorkerGroup:
         return self.pool.submit("forward", payload, ranks=ranks).wait(poll=poll)[ranks[0]]
 
     def close(self) -> None:
-        """Stop the workers and free all shared memory."""
+        """Stop the workers."""
         self.pool.close()
-        for loaded in self.loaded.values():
-            loaded.arena.close()
         self.loaded.clear()
 
-    def _send_model(self, token: int, model: Any) -> None:
+    def _send_model(self, token: int, model: Any, weights: HostWeights) -> None:
         description = describe_model(model)
-        tensors = {name: tensor.detach() for name, tensor in named_tensors(model.diffusion_model).items()}
-        arena = SharedArena.create(tensors)
-        self.loaded[token] = _Loaded(arena, num_bytes=worker_bytes(model, self.dims))
-        message = {"token": token, "description": description, "arena": arena.handle()}
+        self.loaded[token] = _Loaded(num_bytes=worker_bytes(model, self.dims))
+        message = {"token": token, "description": description, "arena": weights.handle()}
         # If the user cancels, the workers still finish loading, and the next prompt finds it done.
         self.pool.call("load", message, poll=check_interrupt)
 
@@ -108,7 +105,18 @@ def worker_bytes(model: Any, dims: ParallelDims) -> int:
     return largest_rank_bytes(module, find_plan(class_path(module)), dims.tp)
 
 
+def _share_weights(model: Any) -> tuple[HostWeights, bool]:
+    """Return the model's shared weights, and whether they differ from those that workers may hold."""
+    module, weights = model.diffusion_model, _weights.get(model)
+    changed = None if weights is None else weights.refresh(module)
+    if weights is None or changed is None:
+        _weights[model] = weights = HostWeights(module)
+    return weights, changed is not False
+
+
 _current: WorkerGroup | None = None
+# They outlive a group: other degrees, or new workers after a fault, find the weights in place.
+_weights: weakref.WeakKeyDictionary[Any, HostWeights] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
 _tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # Filled by finalizers, which may run at any point of any thread: only a SimpleQueue may be used there.
@@ -126,7 +134,7 @@ def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
     global _current, _unloader
     with _lock:
         if _current is not None and not _matches(_current, dims, devices):
-            close_workers()
+            _close_group()
         if _current is None:
             _log.info("starting %d workers on %s", len(devices), ", ".join(devices))
             _current = WorkerGroup(
@@ -145,19 +153,19 @@ def current_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup |
 
 
 def close_workers() -> None:
-    """Stop the running group, if any (tests, and a user who wants the memory back)."""
-    global _current
+    """Stop the running group, if any, and give every model its weights back in ordinary memory."""
     with _lock:
-        if _current is not None:
-            _current.close()
-            _current = None
+        _close_group()
+        for model, weights in list(_weights.items()):
+            weights.give_back(model.diffusion_model)
+        _weights.clear()
 
 
 def drop_dead_group() -> None:
     """Free what a group still holds whose worker died."""
     with _lock:
         if _current is not None and not _current.pool.alive:
-            close_workers()
+            _close_group()
 
 
 def loaded_bytes(token: int) -> int:
@@ -184,6 +192,13 @@ def model_token(model: Any) -> int:
 def check_interrupt() -> None:
     """Raise ComfyUI's exception if the user pressed Cancel."""
     comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def _close_group() -> None:
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
 
 
 def _unload_dead_models() -> None:

@@ -30,6 +30,7 @@ class SharedArena:
         self._file: SharedFile | None = None
         self._table: dict[str, list[Any]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._mappings: list[tuple[mmap.mmap, int]] = []
 
     @classmethod
     def create(cls, tensors: Mapping[str, torch.Tensor]) -> SharedArena:
@@ -43,13 +44,13 @@ class SharedArena:
         return arena
 
     @classmethod
-    def reserve(cls, tensors: Mapping[str, torch.Tensor]) -> SharedArena:
+    def reserve(cls, tensors: Mapping[str, torch.Tensor], *, tied: bool = False) -> SharedArena:
         """Return an arena of zeros with the names, shapes and dtypes of ``tensors`` (meta will do).
 
-        Every name gets memory of its own.
+        Every name gets memory of its own; with ``tied``, names of the same memory get one place.
         """
         arena = cls()
-        arena._reserve(tensors, shares=False)
+        arena._reserve(tensors, shares=tied)
         return arena
 
     @property
@@ -97,6 +98,38 @@ class SharedArena:
         if tensor.numel():
             write_tensor(target.reshape(-1).view(torch.uint8), 0, tensor)
 
+    def tensor(self, name: str, *, inference: bool = False) -> torch.Tensor:
+        """Return one tensor in shared memory, as an inference tensor if asked.
+
+        A parameter's data can only be replaced by a tensor of the same kind as it is itself.
+        """
+        offset, dtype_name, shape = self._table[name]
+        if not inference or not self._tensors[name].numel():
+            return self._tensors[name]
+        mapping, start = self._mapping_of(name)
+        with torch.inference_mode():
+            count = self._tensors[name].nbytes
+            raw = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=offset - start)
+            return raw.view(dtype_named(dtype_name)).view(shape)
+
+    def discard(self, name: str) -> None:
+        """Give the memory of one tensor back to the system now; it reads as zeros from then on.
+
+        Only whole pages go. For who lets go of a large arena tensor by tensor.
+        """
+        mapping, start = self._mapping_of(name)
+        offset = self._table[name][0] - start
+        first = align(offset, mmap.PAGESIZE)
+        last = (offset + self._tensors[name].nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def _mapping_of(self, name: str) -> tuple[mmap.mmap, int]:
+        offset = self._table[name][0]
+        return next(
+            (mapping, start) for mapping, start in self._mappings if start <= offset < start + len(mapping)
+        )
+
     def handle(self) -> dict[str, Any]:
         """Return what a worker needs to open the arena; part of a call's payload.
 
@@ -118,9 +151,10 @@ class SharedArena:
         self._file = None
         self._table.clear()
         self._tensors.clear()
+        self._mappings.clear()
 
     def _reserve(self, tensors: Mapping[str, torch.Tensor], *, shares: bool) -> None:
-        start = -(-self.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # a mapping begins at a page
+        start = align(self.size_bytes, mmap.PAGESIZE)  # a mapping begins at a page
         entries, end = self._lay_out(tensors, start, shares=shares)
         if not entries:
             return
@@ -128,7 +162,8 @@ class SharedArena:
             self._file = SharedFile.create("arena", end)
         else:
             self._file.extend(end)
-        view = self._file.map(writable=True, offset_bytes=start)
+        mapping, view = self._file.map_memory(offset_bytes=start)
+        self._mappings.append((mapping, start))
         self._table |= entries
         self._tensors |= _tensors_at(view, entries, start)
 

@@ -30,9 +30,9 @@ SMALLEST_BUFFER_BYTES = 1 << 16
 LARGEST_KEPT_BYTES = 256 << 20
 
 
-def align(num_bytes: int) -> int:
-    """Return ``num_bytes`` rounded up to the alignment of every tensor in shared memory."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def align(num_bytes: int, unit_bytes: int = ALIGNMENT_BYTES) -> int:
+    """Return ``num_bytes`` rounded up, by default to the alignment of every tensor in shared memory."""
+    return -(-num_bytes // unit_bytes) * unit_bytes
 
 
 def read_bytes(view: torch.Tensor) -> bytes:
@@ -78,17 +78,21 @@ class SharedFile:
             mapping lasts as long as any tensor made from it. Writing through one that is not
             ``writable`` ends the process with SIGSEGV: loud, where silent damage is the alternative.
         """
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        mapping = mmap.mmap(
-            self.descriptor, self.size_bytes - offset_bytes, prot=protection, offset=offset_bytes
-        )
+        if writable:
+            return self.map_memory(offset_bytes=offset_bytes)[1]
+        size_bytes = self.size_bytes - offset_bytes
+        mapping = mmap.mmap(self.descriptor, size_bytes, prot=mmap.PROT_READ, offset=offset_bytes)
+        with torch.inference_mode(False), warnings.catch_warnings():
+            # Not thread-safe; only workers map read-only, in one thread.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def map_memory(self, *, offset_bytes: int = 0) -> tuple[mmap.mmap, torch.Tensor]:
+        """Map the file writable, as ``map`` does; return the mapping besides its tensor."""
+        mapping = mmap.mmap(self.descriptor, self.size_bytes - offset_bytes, offset=offset_bytes)
         # A mapping made under ComfyUI's inference mode must also serve callers outside of it.
         with torch.inference_mode(False):
-            if writable:
-                return torch.frombuffer(mapping, dtype=torch.uint8)
-            with warnings.catch_warnings():  # not thread-safe; only workers map read-only, in one thread
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                return torch.frombuffer(mapping, dtype=torch.uint8)
+            return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
 
     def close(self) -> None:
         """Close the descriptor now."""
