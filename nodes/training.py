@@ -6,9 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from ..core.comfy_adapter import TrainingRequest, resume_version, run_lora_training
+from ..core.comfy_adapter import PreviewInputs, TrainingRequest, resume_version, run_lora_training
 from .schema import known
-from .training_inputs import advanced_inputs, basic_inputs, data_inputs
+from .training_inputs import PREVIEW_INPUTS, advanced_inputs, basic_inputs, data_inputs, preview_inputs
 
 
 def _first(value: Any) -> Any:
@@ -27,7 +27,7 @@ class TrainLoraOffload(io.ComfyNode):
             category="ferry/training",
             description="Trains a LoRA on any diffusion model, also one that does not fit the GPU.",
             is_input_list=True,
-            inputs=[*basic_inputs(), *advanced_inputs(), *data_inputs()],
+            inputs=[*basic_inputs(), *advanced_inputs(), *data_inputs(), *preview_inputs()],
             outputs=[
                 io.Custom("LORA_MODEL").Output(display_name="lora", tooltip="The trained LoRA."),
                 io.Custom("LOSS_MAP").Output(display_name="loss_map", tooltip="The loss of every step."),
@@ -53,6 +53,7 @@ class TrainLoraOffload(io.ComfyNode):
         **widgets: list,
     ) -> io.NodeOutput:
         """Train and return the LoRA, its losses and the steps done."""
+        connected = {name: (widgets.pop(name, None) or [None])[0] for name in PREVIEW_INPUTS}
         request = TrainingRequest.from_widgets({name: value[0] for name, value in widgets.items()})
         node_id = cls.hidden.unique_id if cls.hidden else None
         result = run_lora_training(
@@ -62,6 +63,7 @@ class TrainLoraOffload(io.ComfyNode):
             request,
             data=training_data[0] if training_data else None,
             node_id=node_id,
+            preview=PreviewInputs(*connected.values()),
         )
         saved = f"saved {result.path.name}" if result.path else "not saved"
         text = ui.PreviewText(f"{result.steps} steps, loss {result.loss_map['loss'][-1]:.5f}, {saved}")

@@ -142,6 +142,7 @@ def advanced_inputs() -> list[Any]:
             "LoKr and LoHa make small files of high rank.",
         ),
         *_optimizer_inputs(extra),
+        *_preview_settings(extra),
         extra(
             io.Int,
             "save_every",
@@ -223,4 +224,45 @@ def _optimizer_inputs(extra: Any) -> list[Any]:
             step=0.001,
             tooltip="Return an average of the last steps, 0.99 for about a hundred; 0: the last step itself.",
         ),
+    ]
+
+
+def _preview_settings(extra: Any) -> list[Any]:
+    return [
+        extra(
+            io.Int,
+            "preview_every",
+            default=0,
+            min=0,
+            max=100000,
+            tooltip="Sample a picture with the LoRA so far every so many steps; 0: only when asked for.",
+        ),
+        extra(io.Int, "preview_steps", default=12, min=1, max=1000, tooltip="Sampler steps of a preview."),
+        extra(
+            io.Float,
+            "preview_cfg",
+            default=1.0,
+            min=1.0,
+            max=100.0,
+            step=0.1,
+            tooltip="CFG of a preview. More than 1 needs preview_negative.",
+        ),
+    ]
+
+
+# In the order of PreviewInputs.
+PREVIEW_INPUTS = ("preview_vae", "preview_positive", "preview_negative")
+
+
+def preview_inputs() -> list[Any]:
+    """Return what may be connected for previews."""
+    tooltips = (
+        "Decodes the previews; without it they are rough colours of the latent.",
+        "What the previews show; without it the first caption of the data.",
+        "The negative prompt of the previews.",
+    )
+    kinds = (io.Vae, io.Conditioning, io.Conditioning)
+    return [
+        kind.Input(name, optional=True, tooltip=tooltip)
+        for kind, name, tooltip in zip(kinds, PREVIEW_INPUTS, tooltips, strict=True)
     ]

@@ -34,11 +34,13 @@ if TYPE_CHECKING:
         training_folder_version,
         training_set_images,
     )
+    from .training_preview import PreviewInputs
     from .training_routes import register_training_routes
     from .training_states import resume_choices, resume_version
     from .worker_groups import close_workers
 
 _HOMES = {
+    "PreviewInputs": "training_preview",
     "COMPUTE_DTYPES": "train_lora",
     "CacheResult": "training_cache",
     "DegreeAdvice": "degree_planner",
@@ -80,6 +82,7 @@ __all__ = [
     "CacheResult",
     "DegreeAdvice",
     "SAVE_DTYPES",
+    "PreviewInputs",
     "RequestError",
     "TrainedLora",
     "TrainingRequest",

@@ -41,13 +41,16 @@ from .modulation import ModulationAhead, modulation_plan
 from .running_trainings import RunningTraining, registered
 from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
 from .training import ComfyProcess
-from .training_request import SAVE_DTYPES, SaveSettings, TrainingRequest
+from .training_preview import Previewer, PreviewInputs, can_show, check_preview
+from .training_request import SAVE_DTYPES, PreviewSettings, SaveSettings, TrainingRequest
 from .training_session import TrainingSession
 from .training_states import find_state
 
 _LOG = get_logger("training")
 __all__ = [
     "COMPUTE_DTYPES",
+    "PreviewInputs",
+    "PreviewSettings",
     "SAVE_DTYPES",
     "SaveSettings",
     "TrainedLora",
@@ -81,6 +84,7 @@ def run_lora_training(
     *,
     data: TrainingCache | None = None,
     node_id: str | None = None,
+    preview: PreviewInputs | None = None,
 ) -> TrainedLora:
     """Train adapters for ``model`` and return them; the MODEL itself is as before afterwards.
 
@@ -91,15 +95,17 @@ def run_lora_training(
         request: What to do.
         data: A training cache, in place of ``latents`` and ``positive``.
         node_id: The node that shows the progress text.
+        preview: What is connected for previews.
 
     Raises:
         RequestError: If the inputs do not fit, before anything runs or is written.
         TrainingError: If training would be silently wrong.
         SaveError: If the LoRA does not load back into this model.
     """
-    saves = request.saves
+    saves, preview = request.saves, preview or PreviewInputs()
     with torch.inference_mode(False):
         check_trainable(model)
+        check_preview(model, request.previews, preview)
         if saves.prefix:
             check_prefix(saves.prefix)
         targets = select_targets(model.model.diffusion_model, request.lora.targets)
@@ -114,8 +120,17 @@ def run_lora_training(
         if start is not None:
             check_identity(start, identity, name=saves.resume_from)
         with prepared_model(patcher, request) as run, registered(running):
+            previewer = Previewer(
+                model, request.previews, preview, samples=samples, seed=request.training.seed
+            )
             session = TrainingSession(
-                model, request, running=running, identity=identity, start=start, manager=run.manager
+                model,
+                request,
+                running=running,
+                identity=identity,
+                start=start,
+                manager=run.manager,
+                previewer=previewer if can_show(model, preview) else None,
             )
             training = run.train(samples, request.training, session)
             tensors, state = session.lora(), training.state(identity)

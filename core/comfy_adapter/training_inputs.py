@@ -161,6 +161,11 @@ def scale_latent(model: Any, latent: Tensor) -> Tensor:
     return model.model.process_latent_in(latent)
 
 
+def plain_entry(entry: Any) -> list:
+    """Return one entry of a CONDITIONING as tensors that may be used outside of inference mode."""
+    return _normal(list(entry))
+
+
 def _normal(value: Any) -> Any:
     """Return ``value`` with its inference tensors replaced by normal copies; containers are copied."""
     if isinstance(value, Tensor):

@@ -55,6 +55,34 @@ class SaveSettings:
 
 
 @dataclass(frozen=True)
+class PreviewSettings:
+    """Pictures during the training.
+
+    Attributes:
+        every: One every so many steps; 0: only when asked for.
+        steps: Of the sampler.
+        cfg: Of the sampler; 1 evaluates the positive prompt alone.
+    """
+
+    every: int = 0
+    steps: int = 12
+    cfg: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("preview_every", self.every, 0),
+            ("preview_steps", self.steps, 1),
+            ("preview_cfg", self.cfg, 1.0),
+        ):
+            if not value >= least:
+                raise RequestError(
+                    f"{name}={value} was asked",
+                    limit=f"It has to be at least {least}",
+                    way_out=f"Raise {name}",
+                )
+
+
+@dataclass(frozen=True)
 class TrainingRequest:
     """Everything about a training but the model and the data.
 
@@ -63,6 +91,7 @@ class TrainingRequest:
         training: The loop's settings.
         offload: How the base weights reach the training device.
         saves: Files to write and to go on from.
+        previews: Pictures to make meanwhile.
         compute_dtype: One of ``COMPUTE_DTYPES``, see ``training_dtype``.
         save_dtype: One of ``SAVE_DTYPES``, of the returned and saved tensors; the masters are fp32.
         gradient_checkpointing: Compute each block again in the backward pass.
@@ -72,6 +101,7 @@ class TrainingRequest:
     training: TrainingConfig
     offload: OffloadSettings
     saves: SaveSettings = SaveSettings()
+    previews: PreviewSettings = PreviewSettings()
     compute_dtype: str = "auto"
     save_dtype: str = "bf16"
     gradient_checkpointing: bool = True
@@ -110,6 +140,9 @@ class TrainingRequest:
                 every=widgets["save_every"],
                 keep_states=widgets["keep_states"],
                 resume_from=widgets["resume_from"],
+            ),
+            previews=PreviewSettings(
+                widgets["preview_every"], widgets["preview_steps"], widgets["preview_cfg"]
             ),
             compute_dtype=widgets["training_dtype"],
             save_dtype=widgets["lora_dtype"],

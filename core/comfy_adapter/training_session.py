@@ -22,6 +22,7 @@ from ..offload import OffloadTrainingManager
 from ..training import Training, TrainingState
 from .lora_files import save_lora
 from .running_trainings import RunningTraining, TrainingProgress, show_text
+from .training_preview import Previewer
 from .training_request import SAVE_DTYPES, TrainingRequest
 from .training_states import RunStates
 
@@ -41,6 +42,7 @@ class TrainingSession:
         identity: What has to stay the same for a resume, see ``TrainingState``.
         start: The state to go on from.
         manager: The offload engine, for its figures.
+        previewer: Makes pictures; None if nothing turns this model's latents into one.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class TrainingSession:
         identity: Mapping[str, str],
         start: TrainingState | None,
         manager: OffloadTrainingManager | None,
+        previewer: Previewer | None = None,
     ) -> None:
         self.model = model
         self.request = request
@@ -59,6 +62,7 @@ class TrainingSession:
         self.identity = dict(identity)
         self.start = start
         self.manager = manager
+        self.previewer = previewer
         self.states = RunStates(request.saves.prefix, keep=request.saves.keep_states)
         self.progress = TrainingProgress(0, request.training.steps)
         self.training: Training | None = None
@@ -90,9 +94,12 @@ class TrainingSession:
             self.save(lora=True)
         elif every and step % every == 0 and step < training.config.steps:
             self.save(lora=False)
+        previews = self.request.previews.every
+        if "preview" in asked or (previews and step % previews == 0):
+            self.preview()
         if "stop" in asked:
             training.stop()
-        self._tell()
+        self._tell(now=bool(asked))
         self._step_began = time.perf_counter()
 
     def after_skip(self, what: str) -> None:
@@ -101,6 +108,20 @@ class TrainingSession:
         self.progress = dataclasses.replace(self.progress, message=what)
         self.running.tell(self.progress, now=True)
         show_text(what, self.running.node_id)
+
+    def preview(self) -> None:
+        """Make a picture of what the LoRA does now; without the memory for it, say so and go on."""
+        if self.previewer is None:
+            self.progress = dataclasses.replace(self.progress, message="no preview: connect preview_vae")
+            return
+        try:
+            preview = self.previewer.make(self._running_training())
+            self.progress = dataclasses.replace(self.progress, preview=preview)
+        except torch.OutOfMemoryError as error:
+            _LOG.warning("no preview of step %d: %s", self.progress.step, error)
+            self.progress = dataclasses.replace(self.progress, message="no preview: out of memory")
+        if self.manager is not None:
+            self.manager.after_backward()
 
     def lora(self) -> dict[str, Tensor]:
         """Return the LoRA so far under ComfyUI's names, in the dtype that was asked for."""

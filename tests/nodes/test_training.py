@@ -43,7 +43,7 @@ def defaults():
     return {
         entry.id: entry.default
         for entry in node().define_schema().inputs
-        if entry.id not in ("model", "latents", "positive", "training_data")
+        if hasattr(entry, "default")  # the others are sockets
     }
 
 
