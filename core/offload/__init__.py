@@ -8,11 +8,12 @@ and ``hooks`` say what happens when; ``residency`` is the cache, ``slots`` and `
 memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena`` the masters;
 ``tensors``, ``wrappers``, ``module_dicts`` and ``replacements`` how the model sees them;
 ``saved_tensors`` and ``gradients`` what autograd sees; ``gradient_memory`` and ``host_worker`` where
-gradients arrive and are added; ``fused_steps`` and ``overlapped_steps`` the optimizer's step on the
-host; ``layer_major`` accumulation block by block; ``unobserved`` keeps the engine's own operations out
-of sight; ``modulation`` keeps what small frozen layers returned, ``modulation_layers``
-and ``modulation_store`` say for which layers and how; ``planner`` and ``prediction`` decide what
-stays on the target, from what ``tuner`` and ``step_timer`` measure.
+gradients arrive and are added; ``host_steps``, ``fused_steps`` and ``overlapped_steps`` the optimizer's
+step on the host; ``layer_major`` accumulation block by block; ``retry`` what follows running out of
+memory; ``unobserved`` keeps the engine's own operations out of sight; ``modulation`` keeps what small
+frozen layers returned, ``modulation_layers`` and ``modulation_store`` say for which layers and how;
+``planner`` and ``prediction`` decide what stays on the target, from what ``tuner`` and ``step_timer``
+measure.
 
 ``ModelStreamer`` runs a frozen model without gradients within a budget; its files begin with
 ``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_buffers``
@@ -26,6 +27,7 @@ from .modulation import ModulationCache
 from .modulation_layers import ModulationLayers, ModulationPlan
 from .planner import ResidencyPlan, plan_residency
 from .prediction import BucketProfile, OffloadProfile, Prediction, predict
+from .retry import retry_on_oom
 from .stats import OffloadStats
 from .stream_block import WeightChange
 from .stream_buffers import StreamPool
@@ -58,5 +60,6 @@ __all__ = [
     "backward_layer_major",
     "plan_residency",
     "point_at",
+    "retry_on_oom",
     "predict",
 ]

@@ -59,7 +59,7 @@ class Engine:
         self.look_ahead = LookAhead(self.residency)
         self.host_steps = None
         if config.optimizer_on_host:
-            self.host_steps = HostSteps(self.gradients, self.transfer, is_managed=self._is_streamed)
+            self.host_steps = HostSteps(self.gradients, self.transfer, find=self.store.find)
         self.timer: StepTimer | None = None
         self.num_open_scopes = 0
         self.holding = Holding(self.residency)
@@ -240,9 +240,6 @@ class Engine:
         return before
 
     # Shared
-
-    def _is_streamed(self, tensor: torch.Tensor) -> bool:
-        return self.store.find(tensor) is not None
 
     def _scopes(self) -> list[Scope]:
         scopes = getattr(self._local, "scopes", None)

@@ -7,6 +7,9 @@ True while its ``step()`` runs and None again after it. The formula and the orde
 same; results differ by rounding of the last bits in fp32 and fp64, so only these two are switched.
 Whoever passed ``fused`` or ``foreach`` gets what was asked for.
 
+Fused kernels, also those that the caller asked for, do not count up the versions of what they change,
+by which the engine knows old copies of a weight; so every step of a managed parameter is noted here.
+
 What this module does not do: it steps nothing itself; the caller's ``optimizer.step()`` does.
 """
 
@@ -21,6 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .segments import extent_bytes
+from .tensors import ManagedTensor
 
 FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 _DTYPES = (torch.float32, torch.float64)
@@ -30,11 +34,11 @@ class FusedSteps:
     """Switch suitable parameter groups, for as long as a manager is attached.
 
     Args:
-        is_managed: Whether a parameter's home is the host.
+        find: Returns what manages a parameter whose home is the host, None for any other.
     """
 
-    def __init__(self, is_managed: Callable[[torch.Tensor], bool]) -> None:
-        self._is_managed = is_managed
+    def __init__(self, find: Callable[[torch.Tensor], ManagedTensor | None]) -> None:
+        self._find = find
         self._switched: list[dict[str, Any]] = []
         # Weak: torch's list of hooks must not keep a forgotten manager alive.
         owner = weakref.ref(self)
@@ -53,11 +57,19 @@ class FusedSteps:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
             if (
                 stepped
-                and all(map(self._is_managed, stepped))
+                and all(self._find(parameter) is not None for parameter in stepped)
                 and suits_fused_kernel(group, stepped, optimizer.state)
             ):
                 group["fused"] = True
                 self._switched.append(group)
+
+    def note_change(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that the optimizer changes what it steps."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                managed = self._find(parameter)
+                if managed is not None and parameter.grad is not None:
+                    managed.generation += 1
 
     def switch_back(self) -> None:
         """Leave every group as it was; also after a step that raised."""
@@ -112,12 +124,16 @@ _Owner = Callable[[], FusedSteps | None]
 
 def _before_step(owner: _Owner, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     steps = owner()
+    if steps is None:
+        return
+    steps.note_change(optimizer)  # also if the step raises half way
     # With a closure the gradients that count are not there yet.
-    if steps is not None and len(args) <= 1 and kwargs.get("closure") is None:
+    if len(args) <= 1 and kwargs.get("closure") is None:
         steps.switch(optimizer)
 
 
 def _after_step(owner: _Owner, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     steps = owner()
     if steps is not None:
+        steps.note_change(optimizer)
         steps.switch_back()

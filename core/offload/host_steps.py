@@ -12,6 +12,7 @@ import torch
 from .fused_steps import FusedSteps
 from .gradients import HostGradients
 from .overlapped_steps import OverlappedSteps
+from .tensors import ManagedTensor
 from .transfer import Transfer
 
 
@@ -21,15 +22,19 @@ class HostSteps:
     Args:
         gradients: The gradients of these parameters.
         transfer: Moves the parameters.
-        is_managed: Whether a parameter's home is the host.
+        find: Returns what manages a parameter whose home is the host, None for any other.
     """
 
     def __init__(
-        self, gradients: HostGradients, transfer: Transfer, *, is_managed: Callable[[torch.Tensor], bool]
+        self,
+        gradients: HostGradients,
+        transfer: Transfer,
+        *,
+        find: Callable[[torch.Tensor], ManagedTensor | None],
     ) -> None:
         self._gradients = gradients
         self._transfer = transfer
-        self._fused = FusedSteps(is_managed)
+        self._fused = FusedSteps(find)
         self._overlapped: OverlappedSteps | None = None
 
     def overlap(self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int) -> OverlappedSteps:

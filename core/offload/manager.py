@@ -252,6 +252,11 @@ class OffloadTrainingManager:
     ) -> None:
         self.remove()
 
+    @property
+    def holders(self) -> list[ManagedDict]:
+        """What stands for the modules' parameters and buffers."""
+        return list(self._holders)
+
     def running_engine(self) -> Engine:
         """Return the engine, for the parts of this package that work with it.
 

@@ -105,3 +105,28 @@ def test_no_hook_of_torch_is_left_behind():
     del manager
     gc.collect()
     assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_an_old_copy_of_a_stepped_weight_is_never_used_again(fused):
+    """Somebody's view keeps the slot with the old bytes; fused kernels leave the version as it was."""
+
+    class KeepsView(nn.Linear):
+        def forward(self, x):
+            self.__dict__["kept"] = self.weight.detach()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    plain = KeepsView(WIDTH, WIDTH)
+    torch.manual_seed(0)
+    model = KeepsView(WIDTH, WIDTH)
+    OffloadTrainingManager(model, "cpu", True)
+    for m in (plain, model):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused)
+        m(inputs(0)).square().mean().backward()
+        optimizer.step()
+        m.result = m(inputs(1))
+    assert_close(model.result.detach(), plain.result.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        optimizer.step()
+        model.result.sum().backward()
