@@ -137,11 +137,12 @@ def _check_kinds(weights: dict[str, Any], wanted: dict[str, torch.dtype]) -> Non
 
 def _check_complete(module: nn.Module, missing: list[str]) -> None:
     """Refuse a file without a weight that ComfyUI's layers leave uninitialised."""
-    absent = [
-        name
-        for name in missing
-        if hasattr(module.get_submodule(name.rpartition(".")[0]), "comfy_cast_weights")
-    ]
+    absent = []
+    for name in missing:
+        path, _, last = name.rpartition(".")
+        # Other parameters of theirs (scales of fp8 layers) have a value to begin with.
+        if last in ("weight", "bias") and hasattr(module.get_submodule(path), "comfy_cast_weights"):
+            absent.append(name)
     if absent:
         raise RequestError(
             f"{len(absent)} weights are not in the file, for example {absent[:3]}",

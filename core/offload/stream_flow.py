@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -37,11 +37,25 @@ class BlockFlow:
         self._next = {block.index: blocks[(block.index + 1) % len(blocks)] for block in blocks}
         self._last: StreamBlock | None = None
         self._foreseen: list[StreamBlock] = []
+        self._lingering: StreamBlock | None = None
+        self._called: set[int] = set()
+
+    def is_called(self, block: StreamBlock) -> bool:
+        """Return whether the model has called the block itself, not only parts of it."""
+        return block.index in self._called
 
     @contextlib.contextmanager
-    def using(self, block: StreamBlock) -> Iterator[None]:
-        """Have the block's tensors on the target; whatever ends the forward, they return."""
+    def using(self, block: StreamBlock, *, is_part: bool = False) -> Iterator[None]:
+        """Have the block's tensors on the target; whatever ends the forward, they return.
+
+        Args:
+            block: The block.
+            is_part: Only a part of it is called. Its slot is then kept until another block needs one, for
+                the parts that follow.
+        """
         block.depth += 1
+        if not is_part:
+            self._called.add(block.index)
         try:
             if block.depth == 1:
                 self._enter(block)
@@ -50,7 +64,10 @@ class BlockFlow:
             block.depth -= 1
             if block.depth == 0:
                 block.unbind()
-                self.let_go(block)
+                if is_part:
+                    self._lingering = block
+                else:
+                    self.let_go(block)
 
     def end_pass(self, *, is_complete: bool) -> None:
         """Note that a forward of the model is over; after a broken one nothing is learned from it."""
@@ -71,12 +88,18 @@ class BlockFlow:
                 self.let_go(block)
 
     def forget_all(self) -> None:
-        """Give back every slot that was taken ahead of its use."""
+        """Give back every slot that is not in use."""
         for block in list(self._foreseen):
             self.forget(block)
+        if self._lingering is not None and self._lingering.depth == 0:
+            self.let_go(self._lingering)
+        self._lingering = None
 
     def _enter(self, block: StreamBlock) -> None:
-        if self._last is not None:
+        lingering, self._lingering = self._lingering, None
+        if lingering is not None and lingering is not block and lingering.depth == 0:
+            self.let_go(lingering)
+        if self._last is not None and self._last is not block:
             self._next[self._last.index] = block
         self._last = block
         begin = self._clock.now()
@@ -139,12 +162,29 @@ class BlockHook(ModuleHook):
             return forward(*args, **kwargs)
 
 
+class PartHook(ModuleHook):
+    """Serves a block whose parts are called without it: a loop over its layers, a method of its own."""
+
+    def __init__(self, flow: BlockFlow, block: StreamBlock) -> None:
+        self._flow = weakref.ref(flow)
+        self._block = block
+
+    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Call the forward."""
+        flow = self._flow()
+        if flow is None or self._block.depth:
+            return forward(*args, **kwargs)
+        with flow.using(self._block, is_part=True):
+            return forward(*args, **kwargs)
+
+
 class PassHook(ModuleHook):
     """Measures the model's forward."""
 
-    def __init__(self, flow: BlockFlow, clock: PassClock) -> None:
+    def __init__(self, flow: BlockFlow, clock: PassClock, after_pass: Callable[[], None]) -> None:
         self._flow = flow
         self._clock = clock
+        self._after_pass = after_pass
 
     def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Call the forward."""
@@ -157,3 +197,5 @@ class PassHook(ModuleHook):
         finally:
             self._clock.end_pass(is_complete=is_complete)
             self._flow.end_pass(is_complete=is_complete)
+            if is_complete:
+                self._after_pass()

@@ -16,24 +16,23 @@ owns the model hands in ``WeightChange`` objects.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ..errors import RequestError
 from ..log import get_logger
-from ..module_hooks import install_hook, remove_hook
 from .stream_block import StreamBlock, WeightChange
 from .stream_blocks import plan_blocks
 from .stream_buffers import StreamPool, TargetBuffer
 from .stream_config import budget_too_small
-from .stream_flow import BlockFlow, BlockHook, PassHook
+from .stream_flow import BlockFlow
+from .stream_hooks import StreamHooks
 from .stream_residents import choose_residents
 from .stream_stats import PassClock, StreamStats, snapshot
 from .weight_files import WeightFile
 
-HOOK_NAME = "stream"
 _LOG = get_logger("offload")
 
 
@@ -67,9 +66,9 @@ class ModelStreamer:
         self._rim = StreamBlock(rim, -1, files)
         self._blocks = [StreamBlock(plan, index, files) for index, plan in enumerate(blocks)]
         self._check_budget(type(root).__name__)
-        self._entry = entry if entry is not None else root
         self._clock = PassClock(pool.device)
         self._flow = BlockFlow(self._blocks, pool, self._clock)
+        self._hooks = StreamHooks(entry if entry is not None else root, self._blocks, self._flow, self._clock)
         pool.join(self)
         self._arena = pool.place([block.master for block in self._all])
 
@@ -127,7 +126,9 @@ class ModelStreamer:
         for index in sorted(residents):
             if not self._hold(self._blocks[index]):
                 break
-        self._install()
+        if not self.is_loaded:
+            self.is_loaded = True
+            self._hooks.install()
 
     def shrink(self, free_bytes: int) -> int:
         """Give target memory of resident blocks back; they are streamed from now on.
@@ -155,10 +156,9 @@ class ModelStreamer:
         if not self.is_loaded:
             return
         self.is_loaded = False
-        remove_hook(self._entry, HOOK_NAME)
+        self._hooks.remove()
         self._flow.forget_all()
         for block in self._all:
-            remove_hook(block.plan.module, HOOK_NAME)
             block.unbind()
             self._drop(block)
             self._flow.let_go(block)
@@ -201,6 +201,10 @@ class ModelStreamer:
                 return block.entries[path].tensor
         return None
 
+    def call_after_pass(self, function: Callable[[], None] | None) -> None:
+        """Have a function called after every complete forward of the model, or no longer."""
+        self._hooks.after_pass = function
+
     def forget_foreseen(self) -> None:
         """Give back every slot that this model took ahead of its use."""
         self._flow.forget_all()
@@ -222,14 +226,6 @@ class ModelStreamer:
     @property
     def _others(self) -> list[ModelStreamer]:
         return [other for other in self.pool.members if other is not self]
-
-    def _install(self) -> None:
-        if self.is_loaded:
-            return
-        self.is_loaded = True
-        for block in self._blocks:
-            install_hook(block.plan.module, HOOK_NAME, BlockHook(self._flow, block))
-        install_hook(self._entry, HOOK_NAME, PassHook(self._flow, self._clock))
 
     def _load_rim(self) -> None:
         rim = self._rim

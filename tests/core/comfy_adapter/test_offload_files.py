@@ -166,3 +166,33 @@ def test_what_is_no_model_is_refused_and_leaves_nothing(models, wan):
     (folder / "wan.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(RequestError, match="not whole"):
         load("wan.safetensors")
+
+
+def scaled_fp8(weights):
+    """The same model with its blocks' matrices in fp8 with a scale each, as such files have them."""
+    result = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for name, value in weights.items():
+        if name.startswith("blocks.") and name.endswith(".weight") and value.ndim == 2:
+            scale = value.float().abs().max() / 448
+            result[name] = (value.float() / scale).to(torch.float8_e4m3fn)
+            result[name.replace(".weight", ".scale_weight")] = scale
+        else:
+            result[name] = value
+    return result
+
+
+def test_scaled_fp8_stays_what_comfyui_makes_of_it(models, wan):
+    path = models / "diffusion_models" / "fp8.safetensors"
+    save_file(scaled_fp8(wan), path)
+    probe = load("fp8.safetensors").stream.streamer
+    budget_gb = (probe.least_bytes + probe.weight_bytes) / 2**31
+    plain, streamed = stock(path), load("fp8.safetensors", vram_gb=budget_gb)
+    layer, own = (model.model.diffusion_model.blocks[1].ffn[0] for model in (plain, streamed))
+    assert type(own) is not torch.nn.Linear and type(own.weight) is type(layer.weight)
+    assert torch.equal(picture(streamed), picture(plain))
+    assert streamed.stream.streamer.stats().num_streamed > 0
+    # Through LoRA as well: dequantised, patched, quantised again with the same rounding.
+    expected = picture(with_lora(plain, 2.0))
+    assert torch.equal(picture(with_lora(streamed, 2.0)), expected)
+    assert not torch.equal(expected, picture(plain))
+    assert torch.equal(picture(streamed), picture(plain))

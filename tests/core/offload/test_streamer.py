@@ -211,3 +211,40 @@ def test_bytes_that_moved_meanwhile_are_taken_back():
     streamer.close()
     assert streamer.pool.host_bytes == 0
     assert torch.equal(model(X), plain(X))
+
+
+def test_blocks_whose_parts_are_called_without_them():
+    """As UNets and some others do; NaN masters show that nothing is read from the host."""
+    model, plain, streamer = make(depth=0)
+
+    def walk(self, x):
+        for block in self.blocks:
+            x = x + block.down(block.up(x).tanh())
+        return self.leave(self.enter(x))
+
+    for block in (*model.blocks, *plain.blocks):
+        block.shift.zero_()
+    expected = walk(plain, X)
+    for share in (0, 1):
+        model.forward = walk.__get__(model)
+        streamer.load(share * streamer.weight_bytes)
+        for _ in range(2):
+            moved = streamer.stats().moved_bytes
+            assert torch.equal(model(X), expected)
+        streamed = [block.master.nbytes for block in streamer._blocks if not block.is_resident]
+        assert streamer.stats().moved_bytes - moved == sum(streamed)  # each once, not once a part
+    for block in streamer._blocks:
+        block.master.host.fill_(255)
+    assert torch.equal(model(X), expected)
+    streamer.unload()
+    assert not any(hook_names(module) for module in model.modules())
+
+
+def test_parts_lose_their_hooks_once_their_block_was_called():
+    model, _, streamer = make()
+    called = []
+    streamer.call_after_pass(lambda: called.append(1))
+    streamer.load(0)
+    assert hook_names(model.blocks[0].up) == ["stream_part"]
+    model(X)
+    assert called == [1] and not hook_names(model.blocks[0].up) and hook_names(model.blocks[0])
