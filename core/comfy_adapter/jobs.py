@@ -28,11 +28,12 @@ def register(context: Any, arguments: Mapping[str, Any], dims: Mapping[str, int]
         dims: Degrees of ``ParallelDims`` by name.
 
     Returns:
-        ``load``, ``patch``, ``forward``, ``unload``.
+        ``load``, ``patch``, ``forward``, ``unload``, ``free_memory``.
     """
     _set_up_comfyui(arguments, cpu=context.device.type == "cpu")
     models = _Models(context, build_mesh(ParallelDims(**dims)))
-    return {"load": models.load, "patch": models.patch, "forward": models.forward, "unload": models.unload}
+    jobs = (models.load, models.patch, models.forward, models.unload, models.free_memory)
+    return {job.__name__: job for job in jobs}
 
 
 class _Models:
@@ -57,6 +58,12 @@ class _Models:
         output = self.models[token].forward(arguments)
         # Every rank of the branch holds the whole output; one copy back is enough.
         return output if self.layout.speaks else None
+
+    def free_memory(self) -> int | None:
+        if self.context.device.type == "cpu":
+            return None
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.context.device)[0]
 
     def unload(self, token: int) -> None:
         self.models.pop(token, None)

@@ -14,6 +14,7 @@ from .worker_groups import (
     WorkerGroup,
     acquire_group,
     check_interrupt,
+    check_room,
     current_group,
     drop_dead_group,
     model_token,
@@ -51,6 +52,7 @@ class ParallelRun:
             patches_uuid: Changes whenever the patches or ``force_cast`` do.
             force_cast: Cast weights to the input's dtype in every layer (ModelComputeDtype).
         """
+        check_room(model, self.dims, self.devices)
         group = acquire_group(self.dims, self.devices)
         self.token = model_token(model)
         group.load(model, patches, patches_uuid, force_cast=force_cast)

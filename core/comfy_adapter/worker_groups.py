@@ -24,6 +24,7 @@ from ..log import get_logger
 from ..parallel import ParallelDims, largest_rank_bytes
 from ..plans import find_plan
 from ..workers import WorkerPool, WorkerSpec
+from .capacity import check_gpu_room, check_gpu_size, check_host
 from .host_weights import HostWeights
 from .model_export import class_path, comfyui_arguments, describe_model
 from .patch_messages import encode_patches
@@ -93,7 +94,9 @@ class WorkerGroup:
 
     def _send_model(self, token: int, model: Any, weights: HostWeights) -> None:
         description = describe_model(model)
-        self.loaded[token] = _Loaded(num_bytes=worker_bytes(model, self.dims))
+        num_bytes = worker_bytes(model, self.dims)
+        check_gpu_room(num_bytes, self.pool.call("free_memory", poll=check_interrupt), self.devices)
+        self.loaded[token] = _Loaded(num_bytes=num_bytes)
         message = {"token": token, "description": description, "arena": weights.handle()}
         # If the user cancels, the workers still finish loading, and the next prompt finds it done.
         self.pool.call("load", message, poll=check_interrupt)
@@ -144,6 +147,17 @@ def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
             _unloader = threading.Thread(target=_unload_dead_models, name="ferry-unload", daemon=True)
             _unloader.start()
         return _current
+
+
+def check_room(model: Any, dims: ParallelDims, devices: tuple[str, ...]) -> None:
+    """Refuse a model that host or GPUs cannot hold, before a worker is started for it.
+
+    Raises:
+        RequestError: With what is needed and what there is.
+    """
+    running = current_group(dims, devices) is not None
+    check_host(model, devices, shared=model in _weights, running=running)
+    check_gpu_size(worker_bytes(model, dims), devices)
 
 
 def current_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup | None:

@@ -7,6 +7,7 @@ through torch.distributed over loopback, which trusts every user of the machine.
 """
 
 from .calls import PendingCall
+from .host_memory import available_host_bytes, file_backed_bytes
 from .pool import WorkerPool
 from .shared_arena import SharedArena, open_arena
 from .spec import Deadlines, WorkerSpec
@@ -19,6 +20,8 @@ __all__ = [
     "WorkerContext",
     "WorkerPool",
     "WorkerSpec",
+    "available_host_bytes",
     "borrows_arguments",
+    "file_backed_bytes",
     "open_arena",
 ]
