@@ -83,7 +83,7 @@ def _too_large(num_bytes: int, device: str, limit: str) -> RequestError:
     return RequestError(
         f"holding {_gib(num_bytes)} of weights on {device} was asked",
         limit=limit,
-        way_out="Raise tensor_parallel_degree use an fp8 file, or free that GPU",
+        way_out="Raise tensor_parallel_degree, use an fp8 file, or free that GPU",
     )
 
 
