@@ -35,7 +35,7 @@ def check_host(model: Any, devices: Sequence[str], *, shared: bool, running: boo
     available = available_host_bytes()
     if weights + workers > available:
         raise RequestError(
-            f"parallel sampling on {len(devices)} workers was asked, which takes {_gib(weights + workers)} of "
+            f"{len(devices)} parallel workers were asked, which takes {_gib(weights + workers)} of "
             f"host memory ({_gib(weights)} for weights, {_gib(workers)} for processes)",
             limit=f"{_gib(available)} are available",
             way_out="Close other programs, use fewer gpus, or a smaller file of the model (fp8)",
