@@ -65,7 +65,7 @@ def named_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the plain tensors of every parameter and buffer by name: of scaled fp8, values and scale."""
+    """Return the plain tensors of every parameter and buffer by name; a quantized one has several."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in named_parameters(module).items():
         tensors.update(quantized.plain_tensors(name, tensor))
@@ -100,6 +100,6 @@ def _operations_name(module: nn.Module) -> str:
 def _unsupported_weights(module: nn.Module, what: str) -> RequestError:
     return RequestError(
         f"parallel sampling of {type(module).__name__} was asked, but {what}",
-        limit="Workers hold plain weights (fp32, bf16, fp16, fp8) and, in newer ComfyUI, scaled fp8",
-        way_out="Load an unquantized or fp8 file with the stock loader",
+        limit="Workers hold plain weights and, in newer ComfyUI, its fp8, mxfp8, nvfp4 and int8 layouts",
+        way_out="Load such a file with the stock loader",
     )

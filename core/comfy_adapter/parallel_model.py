@@ -21,6 +21,7 @@ from .model_export import class_path, describe_model
 from .model_stream import release_stream
 from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
+from .quantized import check_sharing
 from .remote_forward import RemoteInjection, sendable_options
 from .worker_groups import worker_bytes
 from .worker_memory import worker_memory
@@ -133,6 +134,7 @@ def check_supported(patcher: ParallelPatcher) -> None:
     """
     sendable_options(patcher.model_options.get("transformer_options", {}))
     describe_model(patcher.model)
+    check_sharing(patcher.model.diffusion_model, cut_weights=patcher.run.dims.tp > 1)
     encode_patches(patcher.patches)
     foreign = [key for key in patcher.injections if key != _KEY]
     compiled = patcher.model_options.get("torch_compile_kwargs") or {}

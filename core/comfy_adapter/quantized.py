@@ -1,9 +1,9 @@
-"""Weights that ComfyUI keeps as scaled fp8: as plain tensors and a description, and back; and their parts.
+"""Weights that newer ComfyUI keeps quantized: as plain tensors and a description, and back; and their parts.
 
-Newer ComfyUI builds such models from ``comfy.ops.mixed_precision_ops`` and holds a weight as a
-``QuantizedTensor``: fp8 values with one fp32 scale. Inputs are quantized with a fixed scale, so tokens, and
-input channels too, can be shared among ranks without changing a number. Layouts whose scales belong to
-blocks, or that measure each input (nvfp4, mxfp8, int8, ...), are not covered and refused by name.
+Such models are built from ``comfy.ops.mixed_precision_ops`` and hold a weight as a ``QuantizedTensor``.
+What a layout does to a layer's *input* decides how work may be shared without changing a number: a scale
+that is fixed, or measured for each token, is the same on every rank; one measured over all tokens is not.
+Weights of scaled fp8 have one scale and can be cut; the scales of the other layouts belong to rows or blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import comfy.ops
 import torch
 from torch import nn
 
-from ..parallel import TensorPart
+from ..errors import RequestError
+from ..parallel import TensorPart, input_name
 
 OPERATIONS = "mixed_precision_ops"
 _LINEAR = f"{OPERATIONS}.<locals>.MixedPrecisionOps.Linear"
-_LAYOUTS = frozenset({"TensorCoreFP8Layout", "TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout"})
+_CUTTABLE = frozenset({"TensorCoreFP8Layout", "TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout"})
+_PER_TOKEN = frozenset({"TensorWiseINT8Layout", "TensorCoreMXFP8Layout"})
+_FIXED_INPUT_ONLY = frozenset({"TensorCoreNVFP4Layout"})
+_LAYOUTS = _CUTTABLE | _PER_TOKEN | _FIXED_INPUT_ONLY
 # What loading a checkpoint sets on a layer, besides its parameters.
 _ATTRIBUTES = ("quant_format", "layout_type", "_full_precision_mm", "_full_precision_mm_config")
 _VALUES = ":values"
@@ -31,21 +35,50 @@ def is_mixed_linear(layer: nn.Module) -> bool:
     return type(layer).__module__ == comfy.ops.__name__ and type(layer).__qualname__ == _LINEAR
 
 
-def is_scaled_fp8(tensor: Any) -> bool:
-    """Return whether a tensor is a ``QuantizedTensor`` of fp8 values with one scale."""
+def is_quantized(tensor: Any) -> bool:
+    """Return whether a tensor is a ``QuantizedTensor`` of a layout that workers can hold."""
     return (
         type(tensor).__module__.startswith("comfy_kitchen.")
         and getattr(tensor, "_layout_cls", None) in _LAYOUTS
-        and tensor._params.scale.numel() == 1
-        and tensor._qdata.shape == tensor.shape
     )
+
+
+def check_sharing(module: nn.Module, *, cut_weights: bool) -> None:
+    """Check that sharing the work of a model among ranks changes none of its numbers.
+
+    Args:
+        module: The diffusion model.
+        cut_weights: Whether ranks hold parts of its weights.
+
+    Raises:
+        RequestError: Naming the weight and its layout.
+    """
+    for path, layer in module.named_modules():
+        weight = layer._parameters.get("weight")
+        if not is_quantized(weight):
+            continue
+        layout = weight._layout_cls  # type: ignore[union-attr]
+        if cut_weights and layout not in _CUTTABLE:
+            raise RequestError(
+                f"{input_name('tp')} above 1 was asked, but {path}.weight is a {layout}",
+                limit="Its scales belong to rows or blocks; weights with one scale (fp8) can be cut",
+                way_out=f"Set {input_name('tp')} to 1, or load an fp8 or unquantized file",
+            )
+        if layout in _FIXED_INPUT_ONLY and getattr(layer, "input_scale", None) is None:
+            raise RequestError(
+                f"parallel sampling was asked, but {path}.weight is a {layout} without an input scale",
+                limit="Its layer measures all tokens together, and each worker would see a part of them",
+                way_out="Load a file with input scales, or an fp8 or unquantized file",
+            )
 
 
 def plain_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that one parameter is made of, by name; itself if it is not quantized."""
-    if not is_scaled_fp8(tensor):
+    if not is_quantized(tensor):
         return {name: tensor}
-    return {f"{name}{_VALUES}": tensor._qdata, f"{name}:scale": tensor._params.scale}  # type: ignore[attr-defined]
+    scales, _ = _fields(tensor)
+    values = {f"{name}{_VALUES}": tensor._qdata}  # type: ignore[attr-defined]
+    return values | {f"{name}:{field}": scale for field, scale in scales.items()}
 
 
 def describe_layers(module: nn.Module) -> dict[str, Any]:
@@ -103,15 +136,14 @@ def restore_layers(
         for name, quantized in entry["parameters"].items():
             full = f"{path}.{name}"
             if quantized is not None:
-                values, scale = joined.pop(f"{full}{_VALUES}"), joined.pop(f"{full}:scale")
-                joined[full] = _join(values, scale, quantized)
+                joined[full] = _join(full, joined, quantized)
             layer._parameters[name] = nn.Parameter(joined[full], requires_grad=False)
     return joined
 
 
 def cut(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor | None:
     """Return a rank's part of a parameter, quantized or not; the scale stays that of the whole."""
-    if not is_scaled_fp8(tensor):
+    if not is_quantized(tensor):
         return part.take(tensor)
     values = part.take(tensor._qdata)  # type: ignore[attr-defined]
     if values is None:
@@ -129,15 +161,26 @@ def requantize(weight: torch.Tensor, values: torch.Tensor, seed: int) -> torch.T
 
 
 def _describe(parameter: torch.Tensor) -> dict[str, Any] | None:
-    if not is_scaled_fp8(parameter):
+    if not is_quantized(parameter):
         return None
-    params = parameter._params  # type: ignore[attr-defined]
-    return {"layout": parameter._layout_cls, "dtype": params.orig_dtype}  # type: ignore[attr-defined]
+    scales, numbers = _fields(parameter)
+    return {"layout": parameter._layout_cls, "scales": sorted(scales), "numbers": numbers}  # type: ignore[attr-defined]
 
 
-def _join(values: torch.Tensor, scale: torch.Tensor, quantized: Mapping[str, Any]) -> torch.Tensor:
+def _fields(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the other values that a quantized tensor's layout keeps, by name."""
+    params = tensor._params  # type: ignore[attr-defined]
+    values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    scales = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return scales, {name: value for name, value in values.items() if name not in scales}
+
+
+def _join(name: str, tensors: dict[str, torch.Tensor], quantized: Mapping[str, Any]) -> torch.Tensor:
+    """Return the quantized tensor, taking what it is made of out of ``tensors``."""
     from comfy.quant_ops import QuantizedTensor, get_layout_class  # newer ComfyUI only
 
-    layout = get_layout_class(quantized["layout"])
-    params = layout.Params(scale=scale, orig_dtype=quantized["dtype"], orig_shape=tuple(values.shape))
-    return QuantizedTensor(values, quantized["layout"], params)
+    scales = {field: tensors.pop(f"{name}:{field}") for field in quantized["scales"]}
+    numbers = dict(quantized["numbers"])
+    numbers["orig_shape"] = tuple(numbers["orig_shape"])
+    params = get_layout_class(quantized["layout"]).Params(**scales, **numbers)
+    return QuantizedTensor(tensors.pop(f"{name}{_VALUES}"), quantized["layout"], params)

@@ -140,7 +140,7 @@ class WorkerModel:
         compute = comfy.model_management.cast_to_device(
             weight, self.device, _lora_dtype(self.device), copy=True
         )
-        is_quantized = quantized.is_scaled_fp8(weight)
+        is_quantized = quantized.is_quantized(weight)
         if is_quantized:
             compute = compute.dequantize()
         patched = comfy.lora.calculate_weight(entries, compute, key)

@@ -6,7 +6,7 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
 from .dry_run import count_work
-from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh
+from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh, input_name
 from .parallelize import ParallelHandle, install_parallel, parallelize
 from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
@@ -43,6 +43,7 @@ __all__ = [
     "count_work",
     "head_count",
     "install_parallel",
+    "input_name",
     "largest_rank_bytes",
     "max_tensor_degree",
     "parallelize",

@@ -12,9 +12,9 @@ import torch
 from comfyui_ferry.core.errors import RequestError
 from comfyui_ferry.core.parallel import RankLayout
 from ferry_support.parity import world_group
+from ferry_support.quantized_patchers import quantized_patcher
 from ferry_support.ranks import run_ranks
 from ferry_support.sampling import TOLERANCE, difference, parallel, sample, with_lora, worker_processes
-from ferry_support.scaled_fp8 import scaled_fp8_patcher
 from ferry_support.tensor_parity import weight_bytes
 from ferry_support.tiny_models import is_newer_comfyui
 from ferry_support.tiny_patchers import PATCHERS
@@ -48,7 +48,7 @@ def test_samplings_equal_one_process_and_lora_changes_reload_nothing() -> None:
     check("qwen", qwen)
     check("wan", with_lora(wan))
     if is_newer_comfyui():
-        check("flux", with_lora(scaled_fp8_patcher("flux")))
+        check("flux", with_lora(quantized_patcher("flux")))
     assert worker_processes() == workers
     assert 0 < loaded_bytes(model_token(qwen.model)) <= 0.55 * weight_bytes(qwen.model.diffusion_model)
 

@@ -1,0 +1,54 @@
+"""Tiny MODELs whose block weights are quantized, loaded as newer ComfyUI loads such files."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from .tiny_patchers import PATCHERS
+
+
+def quantized_patcher(kind: str, form: str = "float8_e4m3fn", *, input_scales: bool = True) -> Any:
+    """Return a MODEL of one kind in fp32 with the Linear layers of its blocks quantized.
+
+    Args:
+        kind: Of ``PATCHERS``.
+        form: A name of ``comfy.quant_ops.QUANT_ALGOS``.
+        input_scales: Whether every second layer has one for its input (all of them in nvfp4).
+    """
+    import comfy.model_patcher
+
+    plain = PATCHERS[kind].build().model
+    settings = type(plain.model_config)(dict(plain.model_config.unet_config))
+    settings.quant_config = {"mixed_ops": True}
+    with torch.inference_mode():
+        settings.set_inference_dtype(torch.float32, torch.float32)
+        model = settings.get_model({}, "")
+        model.diffusion_model.load_state_dict(_checkpoint(plain.diffusion_model, form, input_scales))
+        cpu = torch.device("cpu")
+        return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+
+
+def _checkpoint(module: nn.Module, form: str, input_scales: bool) -> dict[str, torch.Tensor]:
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    state = dict(module.state_dict())
+    for number, (path, layer) in enumerate(module.named_modules()):
+        if not isinstance(layer, nn.Linear) or "blocks" not in path:
+            continue
+        weight = QuantizedTensor.from_float(
+            layer.weight.detach(), QUANT_ALGOS[form]["comfy_tensor_layout"], scale="recalculate"
+        )
+        state.update(weight.state_dict(f"{path}.weight"))
+        text = json.dumps({"format": form}).encode()
+        state[f"{path}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+        if (
+            input_scales
+            and "input_scale" in QUANT_ALGOS[form]["parameters"]
+            and (number % 2 or form == "nvfp4")
+        ):
+            state[f"{path}.input_scale"] = torch.tensor(0.02)
+    return state
