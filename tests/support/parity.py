@@ -239,15 +239,16 @@ def _case_errors(
     if hasattr(model, "patch_embedding"):  # Wan builds and runs this layer in fp32 whatever the rest is
         model.patch_embedding.float()
     # Embeddings multiply these by 1000: in bf16, 3500 has a spacing of 16, and rounding would hide all else.
-    scalars = {name: inputs[name] for name in ("timestep", "timesteps", "guidance") if name in inputs}
+    names = ("timestep", "timesteps", "a_timestep", "guidance")
+    scalars = {name: inputs[name] for name in names if name in inputs}
     inputs = moved(inputs, dtype) | scalars
-    alone = run_alone(model, inputs).float()
+    alone = moved(run_alone(model, inputs), torch.float32)
     plan = plan_of(model)
 
     def error_of(tried: ModelPlan) -> float:
         handle = parallelize(model, tried, group=group)
         try:
-            return relative_error(run_parallel(model, handle, inputs).float(), alone)
+            return relative_error(moved(run_parallel(model, handle, inputs), torch.float32), alone)
         finally:
             handle.remove()
 

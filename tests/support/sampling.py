@@ -33,6 +33,7 @@ def sample(
     steps: int = 3,
     denoise: float = 1.0,
     cfg: float = 3.0,
+    sampler: str = "euler",
 ) -> torch.Tensor:
     """Return the latent that KSampler makes."""
     import nodes
@@ -41,7 +42,7 @@ def sample(
     image = latent or {"samples": torch.zeros_like(PATCHERS[kind].latent()["samples"])}
     with torch.inference_mode():
         return nodes.common_ksampler(
-            model, 5, steps, cfg, "euler", "simple", chosen["positive"], chosen["negative"], image,
+            model, 5, steps, cfg, sampler, "simple", chosen["positive"], chosen["negative"], image,
             denoise=denoise,
         )[0]["samples"]  # fmt: skip
 

@@ -56,6 +56,39 @@ def test_three_conditionings_on_two_branches(model):
     assert difference(guide_by_two(parallel(model, CFG_2), KIND), guide_by_two(model, KIND)) <= TOLERANCE
 
 
+def guided_in_other_ways(patcher):
+    """Each variant's latent: norm rescaling, CFG-Zero*, rescaled CFG, CFG++ and nested dual CFG."""
+    import comfy.samplers
+    import comfy_extras.nodes_custom_sampler as custom
+    from comfy_extras.nodes_cfg import CFGNorm, CFGZeroStar
+    from comfy_extras.nodes_model_advanced import RescaleCFG
+
+    latents = {
+        "norm": sample(CFGNorm.execute(patcher, 1.0).args[0], KIND),
+        "zero star": sample(CFGZeroStar.execute(patcher).args[0], KIND),
+        "rescaled": sample(RescaleCFG().patch(patcher, 0.7)[0], KIND),
+        "cfg++": sample(patcher, KIND, sampler="euler_cfg_pp"),
+    }
+    captions = [PATCHERS[KIND].caption(seed, tokens) for seed, tokens in ((1, 11), (3, 8), (2, 5))]
+    guider = custom.Guider_DualCFG(patcher)
+    guider.set_conds(*captions)
+    guider.set_cfg(2.0, 3.0, nested=True)
+    start = PATCHERS[KIND].latent(4)["samples"]
+    sampler = comfy.samplers.sampler_object("euler")
+    with torch.inference_mode():
+        sigmas = torch.tensor([1.0, 0.6, 0.2, 0.0])
+        latents["nested"] = guider.sample(start, torch.zeros_like(start), sampler, sigmas, seed=4)
+    return latents
+
+
+def test_every_variant_of_guidance(model, expected):
+    """Guidance is combined in ComfyUI's own loop, from all conditionings, wherever they were evaluated."""
+    here, there = guided_in_other_ways(model), guided_in_other_ways(parallel(model, CFG_2))
+    for name, latent in here.items():
+        assert difference(latent, expected) > 1e-2, name
+        assert difference(there[name], latent) <= TOLERANCE, name
+
+
 @pytest.mark.parametrize("where", ["upstream", "downstream"])
 def test_easycache_skips_the_same_steps(model, where):
     from comfy_extras.nodes_easycache import EasyCacheNode

@@ -24,6 +24,8 @@ NAMES = [
     "z-image",
     "sd3.5-medium batch 2",
     "hunyuan-1.5",
+    "ltx2 frame times, batch 2",
+    "sdxl",
 ]
 
 
