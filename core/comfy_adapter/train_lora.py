@@ -26,11 +26,13 @@ from ..training import (
     Training,
     TrainingConfig,
     check_identity,
+    check_managed_bytes,
     check_same_output,
     draw_batches,
     find_blocks,
     fingerprint,
     fingerprint_model,
+    model_bytes,
     read_state,
     select_targets,
 )
@@ -260,6 +262,7 @@ def prepared_model(patcher: Any, request: TrainingRequest) -> Iterator[PreparedM
         stack.enter_context(adapters)
         manager = None
         if request.offload.enabled:
+            expected_bytes = model_bytes(denoiser)
             manager = OffloadTrainingManager(
                 denoiser,
                 patcher.load_device,
@@ -268,6 +271,8 @@ def prepared_model(patcher: Any, request: TrainingRequest) -> Iterator[PreparedM
                 modulation=modulation_plan(denoiser, limit_mb=request.offload.modulation_cache_mb),
             )
             stack.callback(manager.remove)
+            stats = manager.stats()
+            check_managed_bytes(stats.streamed_bytes + stats.resident_set_bytes, expected_bytes)
         rewriting = OutOfPlace(denoiser)
         stack.callback(rewriting.remove)
         yield PreparedModel(patcher, adapters, rewriting, manager)

@@ -11,7 +11,7 @@ from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
 from .optimizer import OPTIMIZERS
 from .out_of_place import OutOfPlace
 from .schedule import SCHEDULES, learning_rate_factor
-from .self_check import check_same_output
+from .self_check import check_managed_bytes, check_same_output, model_bytes
 from .state_file import TrainingState, check_identity, read_state, save_state
 from .targets import Block, Target, find_blocks, is_linear, select_targets
 from .trainer import Callbacks, Training, train
@@ -41,6 +41,7 @@ __all__ = [
     "TrainingConfig",
     "TrainingState",
     "check_identity",
+    "check_managed_bytes",
     "check_same_output",
     "draw_batches",
     "find_blocks",
@@ -48,6 +49,7 @@ __all__ = [
     "fingerprint_model",
     "is_linear",
     "learning_rate_factor",
+    "model_bytes",
     "pair_samples",
     "read_lora",
     "read_state",

@@ -13,6 +13,7 @@ instead of ``torch.utils.checkpoint``, because
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,10 @@ from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
 from .targets import Block
 
 _HOOK = "checkpoint"
+# Compared values of each output, and how far they may be apart: the same kernels on the same inputs, but
+# GPU kernels may add in another order.
+_PROBES = 4096
+_TOLERANCE = 1e-2
 
 
 class BlockCheckpointing:
@@ -51,6 +56,7 @@ class _CheckpointHook(ModuleHook):
     def __init__(self, path: str) -> None:
         self.path = path
         self.checked = False
+        self.compared = False
 
     def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
@@ -69,6 +75,20 @@ class _CheckpointHook(ModuleHook):
                 f"the block {self.path} changes its input in place, so its gradients would be silently wrong "
                 "under gradient checkpointing. Switch gradient_checkpointing off for this model."
             )
+
+    def check_recomputed(self, probes: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Refuse a block whose second run gives something else than its first; once is enough."""
+        self.compared = True
+        for first, output in zip(probes, outputs, strict=True):
+            second = _probe(output)
+            size, error = float(first.norm()), float((second - first).norm())
+            # Not finite: that is for the guard of the training to find.
+            if math.isfinite(size) and error > _TOLERANCE * size:
+                raise TrainingError(
+                    f"the block {self.path} gives another output ({error / max(size, 1e-30):.2%}) when it is "
+                    "computed again, so its gradients would be silently wrong under gradient checkpointing. "
+                    "Switch gradient_checkpointing off for this model."
+                )
 
 
 class _Call:
@@ -89,6 +109,7 @@ class _Call:
             self.leaves[index] = None
         self.autocast = _autocast_state(self.graph_inputs)
         self.random = _RandomState.take(self.graph_inputs) if module.training else None
+        self.probes: list[Tensor] | None = None
         self.output_leaves: list[Any] = []
         self.output_spec: Any = None
 
@@ -130,6 +151,8 @@ class _Recompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an unused output must not look like one with a zero gradient
         ctx.save_for_backward(*tensors)
         outputs = call.run(tensors)
+        if not call.hook.compared:
+            call.probes = [_probe(output) for output in outputs]
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return tuple(outputs)
 
@@ -143,6 +166,8 @@ class _Recompute(torch.autograd.Function):
         call: _Call = ctx.call
         with torch.enable_grad(), call.random.restored() if call.random else contextlib.nullcontext():
             outputs = call.run(inputs)
+        if call.probes is not None and not call.hook.compared:
+            call.hook.check_recomputed(call.probes, outputs)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -151,6 +176,12 @@ class _Recompute(torch.autograd.Function):
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         return (None, None, *(tensor.grad for tensor in inputs))
+
+
+def _probe(output: Tensor) -> Tensor:
+    """Return a copy of some of a tensor's values, evenly spaced, fp32; the caller may write to the tensor."""
+    flat = output.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _PROBES)].to(torch.float32, copy=True)
 
 
 def _device_type(tensors: Sequence[Tensor]) -> str:

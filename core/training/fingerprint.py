@@ -35,16 +35,17 @@ def fingerprint_model(model: nn.Module) -> str:
         if not isinstance(tensor, Tensor):
             continue
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-        for part in _plain_parts(tensor.detach()):
+        for part in plain_parts(tensor.detach()):
             digest.update(_bytes(_probe(part)))
     return digest.hexdigest()
 
 
-def _plain_parts(tensor: Tensor) -> list[Tensor]:
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors inside a wrapper subclass (a quantized weight's values and scales), or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
 
 
 def _probe(tensor: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def _bytes(tensor: Tensor) -> bytes:
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"tensor {tuple(value.shape)} {value.dtype};".encode())
-        for part in _plain_parts(value):
+        for part in plain_parts(value):
             digest.update(_bytes(part))
     elif isinstance(value, Mapping):
         digest.update(f"mapping {len(value)};".encode())

@@ -261,3 +261,15 @@ def test_tensors_from_inference_mode_may_be_passed():
     checkpointed(model)
     model.blocks[0](torch.randn(2, 4), table.clone()).sum().backward()
     assert model.blocks[0].linear.weight.grad is not None
+
+
+def test_a_block_that_computes_something_else_again_is_refused():
+    class Drifting(Block):
+        def forward(self, x, extra=None, options=None):
+            self.calls += 1
+            return x + self.linear(x) * self.calls
+
+    model = Stack(Drifting)
+    checkpointed(model)
+    with pytest.raises(TrainingError, match=r"the block blocks\.2 gives another output"):
+        model(torch.randn(5, 4)).sum().backward()
