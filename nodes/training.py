@@ -6,9 +6,15 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from ..core.comfy_adapter import PreviewInputs, TrainingRequest, resume_version, run_lora_training
+from ..core.comfy_adapter import (
+    PreviewInputs,
+    TrainingRequest,
+    fill_auto,
+    resume_version,
+    run_lora_training,
+)
 from .schema import known
-from .training_inputs import PREVIEW_INPUTS, advanced_inputs, basic_inputs, data_inputs, preview_inputs
+from .training_inputs import PREVIEW_INPUTS, advanced_inputs, basic_inputs, later_inputs, preview_inputs
 
 
 def _first(value: Any) -> Any:
@@ -27,7 +33,7 @@ class TrainLoraOffload(io.ComfyNode):
             category="ferry/training",
             description="Trains a LoRA on any diffusion model, also one that does not fit the GPU.",
             is_input_list=True,
-            inputs=[*basic_inputs(), *advanced_inputs(), *data_inputs(), *preview_inputs()],
+            inputs=[*basic_inputs(), *advanced_inputs(), *preview_inputs(), *later_inputs()],
             outputs=[
                 io.Custom("LORA_MODEL").Output(display_name="lora", tooltip="The trained LoRA."),
                 io.Custom("LOSS_MAP").Output(display_name="loss_map", tooltip="The loss of every step."),
@@ -54,7 +60,8 @@ class TrainLoraOffload(io.ComfyNode):
     ) -> io.NodeOutput:
         """Train and return the LoRA, its losses and the steps done."""
         connected = {name: (widgets.pop(name, None) or [None])[0] for name in PREVIEW_INPUTS}
-        request = TrainingRequest.from_widgets({name: value[0] for name, value in widgets.items()})
+        filled = fill_auto(model[0], {name: value[0] for name, value in widgets.items()})
+        request = TrainingRequest.from_widgets(filled.values, plan=filled.plan)
         node_id = cls.hidden.unique_id if cls.hidden else None
         result = run_lora_training(
             model[0],
@@ -66,5 +73,7 @@ class TrainLoraOffload(io.ComfyNode):
             preview=PreviewInputs(*connected.values()),
         )
         saved = f"saved {result.path.name}" if result.path else "not saved"
-        text = ui.PreviewText(f"{result.steps} steps, loss {result.loss_map['loss'][-1]:.5f}, {saved}")
+        text = ui.PreviewText(
+            f"{result.steps} steps, loss {result.loss_map['loss'][-1]:.5f}, {saved}\n{filled.plan}"
+        )
         return io.NodeOutput(result.lora, result.loss_map, result.steps, ui=text)

@@ -6,8 +6,15 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..core.comfy_adapter import COMPUTE_DTYPES, SAVE_DTYPES, resume_choices
-from ..core.training import ALGORITHMS, LOSSES, OPTIMIZERS, SCHEDULES
+from ..core.comfy_adapter import (
+    AUTO,
+    AUTO_GUIDANCE,
+    COMPUTE_DTYPES,
+    NOISE_RANGES,
+    SAVE_DTYPES,
+    resume_choices,
+)
+from ..core.training import ALGORITHMS, LOSS_WEIGHTINGS, LOSSES, OPTIMIZERS, SCHEDULES, TIMESTEP_SAMPLINGS
 from .schema import known
 from .types import TrainingCacheSocket
 
@@ -30,22 +37,28 @@ def basic_inputs() -> list[Any]:
         io.Int.Input("steps", default=200, min=1, max=100000, tooltip="Optimizer steps."),
         io.Float.Input(
             "learning_rate",
-            default=0.0002,
-            min=0.0000001,
+            default=0.0,
+            min=0.0,
             max=1.0,
             step=0.0000001,
-            tooltip="How far each step goes. Too high ruins the LoRA, too low learns nothing.",
+            tooltip="How far each step goes: too high ruins the LoRA, too low learns nothing. 0: what suits "
+            "the model's family.",
         ),
         io.Int.Input(
-            "rank", default=16, min=1, max=1024, tooltip="Size of the LoRA: more holds more detail."
+            "rank",
+            default=0,
+            min=0,
+            max=1024,
+            tooltip="Size of the LoRA: more holds more detail. 0: what suits the model's family.",
         ),
         io.Float.Input(
             "alpha",
-            default=16.0,
-            min=0.001,
+            default=0.0,
+            min=0.0,
             max=4096.0,
             step=0.5,
-            tooltip="Strength while training: the LoRA is scaled by alpha / rank. Usually the same as rank.",
+            tooltip="Strength while training: the LoRA is scaled by alpha / rank. 0: what suits the model's "
+            "family, mostly the same as rank.",
         ),
         io.Int.Input(
             "seed",
@@ -94,8 +107,8 @@ def advanced_inputs() -> list[Any]:
         extra(
             io.Combo,
             "loss_function",
-            options=list(LOSSES),
-            default="MSE",
+            options=[AUTO, *LOSSES],
+            default=AUTO,
             tooltip="How the error of the model's output (velocity, noise) is measured.",
         ),
         extra(
@@ -164,19 +177,63 @@ def advanced_inputs() -> list[Any]:
             "targets",
             default="",
             tooltip="Layers to train, as paths with * for one name, separated by commas; a leading - takes "
-            "layers out. Empty: the attention and MLP layers of all blocks.",
+            "layers out. Empty: the attention and MLP layers of all blocks, or what suits the family.",
         ),
     ]
 
 
-def data_inputs() -> list[Any]:
-    """Return the other form of latents and captions."""
+def later_inputs() -> list[Any]:
+    """Return inputs that came later: optional and last, so that prompts saved without them keep working."""
+
+    def extra(kind: Any, name: str, **arguments: Any) -> Any:
+        return kind.Input(name, optional=True, **arguments, **known(kind.Input, advanced=True))
+
     return [
         TrainingCacheSocket.Input(
             "training_data",
             optional=True,
             tooltip="From Cache Training Data, in place of latents and positive. Read from disk as needed.",
-        )
+        ),
+        extra(
+            io.Combo,
+            "timestep_sampling",
+            options=[AUTO, *TIMESTEP_SAMPLINGS],
+            default=AUTO,
+            tooltip="Which times are drawn: all alike, or most in the middle. auto: what suits the family.",
+        ),
+        extra(
+            io.Float,
+            "timestep_shift",
+            default=0.0,
+            min=0.0,
+            max=100.0,
+            step=0.01,
+            tooltip="Above 1 trains more on noise. 0: what suits the family, else as the model samples.",
+        ),
+        extra(
+            io.Combo,
+            "loss_weighting",
+            options=[AUTO, *LOSS_WEIGHTINGS],
+            default=AUTO,
+            tooltip="min_snr lets nearly clean pictures count less; for SDXL and others that predict noise.",
+        ),
+        extra(
+            io.Float,
+            "guidance",
+            default=AUTO_GUIDANCE,
+            min=AUTO_GUIDANCE,
+            max=100.0,
+            step=0.1,
+            tooltip="For models with a built-in guidance scale (FLUX.1-dev). -1: the captions' own, else 1.",
+        ),
+        extra(
+            io.Combo,
+            "noise_range",
+            options=list(NOISE_RANGES),
+            default=AUTO,
+            tooltip="For the experts of Wan 2.2 14B: train the high-noise model with high, the low-noise "
+            "model with low. auto: all noise.",
+        ),
     ]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from .degree_planner import DegreeAdvice, plan_degrees
     from .diffusion_files import diffusion_model_names
+    from .family_defaults import AUTO, AUTO_GUIDANCE, NOISE_RANGES, FilledWidgets, fill_auto
     from .model_build import WEIGHT_DTYPES
     from .model_offload import load_offloaded, offload_model
     from .parallel_model import check_degrees, make_parallel
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "PreviewInputs": "training_preview",
+    "AUTO": "family_defaults",
+    "AUTO_GUIDANCE": "family_defaults",
+    "NOISE_RANGES": "family_defaults",
+    "FilledWidgets": "family_defaults",
+    "fill_auto": "family_defaults",
     "COMPUTE_DTYPES": "train_lora",
     "CacheResult": "training_cache",
     "DegreeAdvice": "degree_planner",
@@ -77,6 +83,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "AUTO",
+    "AUTO_GUIDANCE",
+    "NOISE_RANGES",
+    "FilledWidgets",
+    "fill_auto",
     "COMPUTE_DTYPES",
     "FAMILY_NAMES",
     "CacheResult",

@@ -20,6 +20,7 @@ from ..training import (
     BlockCheckpointing,
     Callbacks,
     LoraAdapters,
+    NoiseLevels,
     OutOfPlace,
     SampleSource,
     Target,
@@ -40,9 +41,9 @@ from ..training.dataset import TrainingCache
 from .cached_samples import read_examples
 from .lora_files import check_prefix, verify_lora
 from .modulation import ModulationAhead, modulation_plan
-from .running_trainings import RunningTraining, registered
+from .running_trainings import RunningTraining, registered, show_text
 from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
-from .training import ComfyProcess
+from .training import ComfyProcess, check_noise_levels
 from .training_preview import Previewer, PreviewInputs, can_show, check_preview
 from .training_request import SAVE_DTYPES, PreviewSettings, SaveSettings, TrainingRequest
 from .training_session import TrainingSession
@@ -111,11 +112,15 @@ def run_lora_training(
         if saves.prefix:
             check_prefix(saves.prefix)
         targets = select_targets(model.model.diffusion_model, request.lora.targets)
-        samples = read_examples(model, latents, positive, data)
+        check_noise_levels(model, request.levels)
+        samples = read_examples(model, latents, positive, data, guidance=request.guidance)
         resumed = find_state(saves.resume_from, prefix=saves.prefix)
         start = None if resumed is None else read_state(resumed)
     dtype = training_dtype(model, request.compute_dtype)
     _LOG.info("training %d adapters on %d latents in %s", len(targets), len(samples), dtype)
+    if request.plan:
+        _LOG.info("%s", request.plan)
+        show_text(request.plan, node_id)
     running = RunningTraining(_prompt_id(), node_id, steps=request.training.steps)
     with borrowed_model(model, dtype=dtype, keep_on_host=request.offload.enabled) as patcher:
         identity = training_identity(patcher, targets, samples, request, data=data)
@@ -170,6 +175,8 @@ def training_identity(
         "grad_accumulation_steps": str(config.accumulation_steps),
         "optimizer": config.optimizer,
         "loss_function": config.loss,
+        "noise levels": repr(request.levels),
+        "guidance": repr(request.guidance),
     }
 
 
@@ -189,13 +196,14 @@ class PreparedModel:
     adapters: LoraAdapters
     rewriting: OutOfPlace
     manager: OffloadTrainingManager | None
+    levels: NoiseLevels
 
     def train(
         self, samples: Sequence[SampleSource], config: TrainingConfig, session: TrainingSession
     ) -> Training:
         """Train the adapters and return the training after its last step."""
         device = self.patcher.load_device
-        process = ComfyProcess(self.patcher, device, seed=config.seed)
+        process = ComfyProcess(self.patcher, device, seed=config.seed, levels=self.levels)
         self.rewrite(process, samples, seed=config.seed)
 
         def before_micro_step() -> None:
@@ -275,7 +283,7 @@ def prepared_model(patcher: Any, request: TrainingRequest) -> Iterator[PreparedM
             check_managed_bytes(stats.streamed_bytes + stats.resident_set_bytes, expected_bytes)
         rewriting = OutOfPlace(denoiser)
         stack.callback(rewriting.remove)
-        yield PreparedModel(patcher, adapters, rewriting, manager)
+        yield PreparedModel(patcher, adapters, rewriting, manager, request.levels)
 
 
 def drawable(losses: list[float]) -> list[float]:

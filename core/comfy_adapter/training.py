@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
+from ..training import MIN_SNR_GAMMA, NoiseLevels, shifted
 from .training_inputs import Caption
 
+# Halvings of (0, 1): past the precision of a double.
+_BISECTIONS = 60
 _IMAGE_TO_IMAGE = ("IMG_TO_IMG", "IMG_TO_IMG_FLOW")
 
 
@@ -52,6 +55,29 @@ class CaptionGroup:
     conds: list[dict[str, Any]]
 
 
+def check_noise_levels(model: Any, levels: NoiseLevels) -> None:
+    """Refuse noise levels that the model's schedule does not have.
+
+    Raises:
+        RequestError: Naming the input.
+    """
+    is_flow = isinstance(model.get_model_object("model_sampling"), comfy.model_sampling.CONST)
+    name = type(model.model).__name__
+    if is_flow and levels.weighting == "min_snr":
+        raise RequestError(
+            f"loss_weighting='min_snr' was asked for {name}",
+            limit="It is made for noise and v prediction; this is a flow model with a velocity loss",
+            way_out="Set loss_weighting to auto or none",
+        )
+    if not is_flow and (levels.shift is not None or not levels.is_whole):
+        raise RequestError(
+            f"timestep_shift={levels.shift}, noise levels {levels.lowest} to {levels.highest} were asked for "
+            f"{name}",
+            limit="Only flow models have a time shift and noise levels from 0 to 1",
+            way_out="Set timestep_shift to 0 and noise_range to auto",
+        )
+
+
 class ComfyProcess:
     """The denoiser of a patched model.
 
@@ -59,19 +85,40 @@ class ComfyProcess:
         patcher: A ``ModelPatcher`` whose model is ready to compute on ``device``.
         device: The training device.
         seed: For models whose conditioning is random (unCLIP noise augmentation).
+        levels: Which noise levels come how often; checked by ``check_noise_levels`` before.
     """
 
-    def __init__(self, patcher: Any, device: torch.device, *, seed: int) -> None:
+    def __init__(
+        self, patcher: Any, device: torch.device, *, seed: int, levels: NoiseLevels | None = None
+    ) -> None:
         self.patcher = patcher
         self.model = patcher.model
         self.device = device
         self.seed = seed
+        self.levels = levels or NoiseLevels()
+        self._quantiles = (self._quantile_of(self.levels.lowest), self._quantile_of(self.levels.highest))
 
     def sigmas(self, positions: Tensor) -> Tensor:
-        """Return the model's noise levels at ``positions`` ``(B,)``, with its own schedule shift."""
-        percents = [1.0 - float(position) for position in positions]
-        sigmas = [float(self.model.model_sampling.percent_to_sigma(percent)) for percent in percents]
+        """Return the noise levels at the quantiles ``positions`` ``(B,)`` of their distribution."""
+        low, high = self._quantiles
+        quantiles = [low + (high - low) * float(position) for position in positions]
+        sigmas = [self._sigma_at(self.levels.time(quantile)) for quantile in quantiles]
         return torch.tensor(sigmas, dtype=torch.float32, device=self.device)
+
+    def _sigma_at(self, time: float) -> float:
+        if self.levels.shift is not None:
+            return shifted(time, self.levels.shift)
+        return float(self.model.model_sampling.percent_to_sigma(1.0 - time))
+
+    def _quantile_of(self, level: float) -> float:
+        """Return the share of noise levels below ``level``, 0 to 1."""
+        if level in (0.0, 1.0):
+            return level
+        low, high = 0.0, 1.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._sigma_at(middle) < level else (low, middle)
+        return self.levels.quantile((low + high) / 2)
 
     def add_noise(self, clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
         """Return the noisy samples as the sampler starts from them."""
@@ -81,6 +128,16 @@ class ComfyProcess:
         """Return the derivative of the clean prediction by the network's output, ``(B,)``."""
         ones = torch.ones((len(sigma), 1), device=sigma.device)
         return self.model.model_sampling.calculate_denoised(sigma, ones, torch.zeros_like(ones)).view(-1)
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """Return the weight of each loss, ``(B,)``.
+
+        min-SNR weights the error of the clean prediction by ``min(SNR, gamma)``; the error of the output
+        is that divided by the output's scale.
+        """
+        if self.levels.weighting == "none":
+            return torch.ones_like(sigma)
+        return sigma.pow(-2).clamp(max=MIN_SNR_GAMMA) * self.output_scale(sigma).square()
 
     def denoise(self, noisy: Tensor, sigma: Tensor, conditions: Sequence[Caption]) -> Tensor:
         """Return the predicted clean samples; captions of different shapes run as separate batches."""

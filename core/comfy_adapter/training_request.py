@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..errors import RequestError
-from ..training import LoraConfig, OffloadSettings, TrainingConfig
+from ..training import LoraConfig, NoiseLevels, OffloadSettings, TrainingConfig
+from .family_defaults import AUTO_GUIDANCE
+from .training_inputs import Guidance
 
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_RESUME, RESUME_LATEST = "none", "latest"
@@ -95,6 +97,9 @@ class TrainingRequest:
         compute_dtype: One of ``COMPUTE_DTYPES``, see ``training_dtype``.
         save_dtype: One of ``SAVE_DTYPES``, of the returned and saved tensors; the masters are fp32.
         gradient_checkpointing: Compute each block again in the backward pass.
+        levels: Which noise levels are trained how often.
+        guidance: For networks that embed a guidance scale; None leaves the captions as they are.
+        plan: One line for the person, shown before the first step.
     """
 
     lora: LoraConfig
@@ -105,10 +110,13 @@ class TrainingRequest:
     compute_dtype: str = "auto"
     save_dtype: str = "bf16"
     gradient_checkpointing: bool = True
+    levels: NoiseLevels = field(default_factory=NoiseLevels)
+    guidance: Guidance | None = None
+    plan: str = ""
 
     @classmethod
-    def from_widgets(cls, widgets: dict[str, Any]) -> TrainingRequest:
-        """Return the request of a node, whose widgets are flat.
+    def from_widgets(cls, widgets: dict[str, Any], *, plan: str = "") -> TrainingRequest:
+        """Return the request of a node, whose widgets are flat and hold no ``auto`` (see ``fill_auto``).
 
         Raises:
             RequestError: If a value is out of its range.
@@ -147,4 +155,15 @@ class TrainingRequest:
             compute_dtype=widgets["training_dtype"],
             save_dtype=widgets["lora_dtype"],
             gradient_checkpointing=widgets["gradient_checkpointing"],
+            levels=NoiseLevels(
+                sampling=widgets["timestep_sampling"],
+                shift=widgets["timestep_shift"] or None,
+                lowest=widgets["lowest_noise"],
+                highest=widgets["highest_noise"],
+                weighting=widgets["loss_weighting"],
+            ),
+            guidance=None
+            if widgets["guidance"] == AUTO_GUIDANCE
+            else Guidance(widgets["guidance"], replaces=not widgets["guidance_is_default"]),
+            plan=plan,
         )

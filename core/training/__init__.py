@@ -8,6 +8,7 @@ from .data import Batch, Sample, SampleOrder, SampleSource, draw_batches, pair_s
 from .fingerprint import fingerprint, fingerprint_model
 from .lora import LoraAdapters
 from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
+from .noise_levels import LOSS_WEIGHTINGS, MIN_SNR_GAMMA, TIMESTEP_SAMPLINGS, NoiseLevels, shifted
 from .optimizer import OPTIMIZERS
 from .out_of_place import OutOfPlace
 from .schedule import SCHEDULES, learning_rate_factor
@@ -19,6 +20,11 @@ from .trainer import Callbacks, Training, train
 __all__ = [
     "ALGORITHMS",
     "LOSSES",
+    "LOSS_WEIGHTINGS",
+    "MIN_SNR_GAMMA",
+    "TIMESTEP_SAMPLINGS",
+    "NoiseLevels",
+    "shifted",
     "OPTIMIZERS",
     "SCHEDULES",
     "Adapter",

@@ -51,7 +51,7 @@ class DiffusionProcess(Protocol):
         """Return the noise levels at ``positions``.
 
         Args:
-            positions: ``(B,)`` in (0, 1): 0 is clean, 1 is pure noise, in the model's own time.
+            positions: ``(B,)`` uniform in (0, 1): quantiles of the noise levels, 0 clean, 1 pure noise.
 
         Returns:
             ``(B,)`` sigmas, fp32, on the training device.
@@ -68,6 +68,10 @@ class DiffusionProcess(Protocol):
 
     def output_scale(self, sigma: Tensor) -> Tensor:
         """Return ``b(sigma)``, ``(B,)``: the derivative of the clean prediction by the output."""
+        ...
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """Return how much the loss at ``sigma`` counts, ``(B,)``; 1 is as it is."""
         ...
 
 
@@ -95,7 +99,8 @@ def sample_losses(
     predicted = process.denoise(noisy, sigma, conditions)
     scale = process.output_scale(sigma).view(-1, *(1,) * (clean.ndim - 1))
     error = (predicted.float() - clean) / scale
-    return loss(error, torch.zeros_like(error)).flatten(1).mean(dim=1)
+    losses = loss(error, torch.zeros_like(error)).flatten(1).mean(dim=1)
+    return losses * process.loss_weight(sigma)
 
 
 class RectifiedFlow:
@@ -131,3 +136,7 @@ class RectifiedFlow:
     def output_scale(self, sigma: Tensor) -> Tensor:
         """Return ``-t``."""
         return -sigma
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """Return ones: every noise level counts alike."""
+        return torch.ones_like(sigma)

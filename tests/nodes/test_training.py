@@ -87,10 +87,12 @@ def test_the_schema_is_valid_and_its_defaults_are_in_range():
 
 
 def test_every_input_is_read():
-    from comfyui_ferry.core.comfy_adapter import TrainingRequest
+    from comfyui_ferry.core.comfy_adapter import TrainingRequest, fill_auto
 
     source = inspect.getsource(TrainingRequest.from_widgets)
-    assert all(f'widgets["{name}"]' in source for name in defaults())
+    read = {name for name in defaults() if f'widgets["{name}"]' in source}
+    assert defaults().keys() - read == {"noise_range"}
+    assert 'values["noise_range"]' in inspect.getsource(fill_auto)
 
 
 def test_outputs_have_the_types_of_the_stock_node():

@@ -136,3 +136,51 @@ def test_a_model_without_noise_is_refused():
     model.add_object_patch("model_sampling", ImageToImage())
     with pytest.raises(RequestError, match="no noise to learn"):
         check_noise_model(model)
+
+
+def test_noise_levels_follow_shift_distribution_and_range():
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
+    from comfyui_ferry.core.training import NoiseLevels
+
+    with process_of("wan") as plain:
+
+        def sigmas(positions, **settings):
+            process = ComfyProcess(plain.patcher, plain.device, seed=0, levels=NoiseLevels(**settings))
+            return process.sigmas(torch.tensor(positions))
+
+        # The model's own shift is 8, or 5: whatever it samples with.
+        own = float(plain.model.model_sampling.shift)
+        assert float(sigmas([0.5])) == pytest.approx(own / (1 + own))
+        assert float(sigmas([0.5], shift=3.0)) == pytest.approx(0.75)
+        ends = [0.0, 0.5, 1.0]
+        high = sigmas(ends, sampling="logit_normal", shift=5.0, lowest=0.875)
+        low = sigmas(ends, sampling="logit_normal", shift=5.0, highest=0.875)
+        assert float(high[0]) == pytest.approx(0.875) and float(high[2]) == 1.0
+        assert float(low[2]) == pytest.approx(0.875) and float(low[0]) == 0.0
+        # The two experts share out the whole distribution: quantiles below and above the boundary.
+        whole = sigmas([value / 1000 for value in range(1000)], sampling="logit_normal", shift=5.0)
+        share = float((whole < 0.875).float().mean())
+        assert float(sigmas([share / 2], sampling="logit_normal", shift=5.0)) == pytest.approx(
+            float(low[1]), abs=2e-3
+        )
+
+
+def test_min_snr_weighs_the_noise_loss_of_sdxl():
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess, check_noise_levels
+    from comfyui_ferry.core.training import NoiseLevels
+
+    with process_of("sdxl") as plain:
+        levels = NoiseLevels(weighting="min_snr")
+        check_noise_levels(plain.patcher, levels)
+        weighted = ComfyProcess(plain.patcher, plain.device, seed=0, levels=levels)
+        sigma = torch.tensor([0.1, 5**-0.5, 1.0, 4.0])
+        snr = sigma**-2
+        # min(SNR, 5) / SNR, arXiv:2303.09556.
+        torch.testing.assert_close(weighted.loss_weight(sigma), snr.clamp(max=5) / snr)
+        assert torch.equal(plain.loss_weight(sigma), torch.ones(4))
+        for wrong in (NoiseLevels(shift=3.0), NoiseLevels(lowest=0.5)):
+            with pytest.raises(RequestError, match="Only flow models"):
+                check_noise_levels(plain.patcher, wrong)
+    with process_of("wan") as flow:
+        with pytest.raises(RequestError, match="velocity loss"):
+            check_noise_levels(flow.patcher, levels)

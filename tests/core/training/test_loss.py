@@ -42,3 +42,16 @@ def test_each_sample_keeps_its_condition():
         loss=LOSSES["MSE"],
     )  # fmt: skip
     assert seen == {"a": 0.25, "b": 0.75}
+
+
+def test_a_process_weighs_its_noise_levels():
+    class Weighted(RectifiedFlow):
+        def loss_weight(self, sigma):
+            return 10 * sigma
+
+    clean, noise = torch.zeros(2, 1, 4), torch.ones(2, 1, 4)
+    arguments = {"noise": noise, "positions": torch.tensor([0.2, 0.6]), "loss": LOSSES["MSE"]}
+    predict_nothing = lambda noisy, t, conditions: torch.zeros_like(noisy)  # noqa: E731
+    plain = sample_losses(RectifiedFlow(predict_nothing), clean, [None] * 2, **arguments)
+    weighted = sample_losses(Weighted(predict_nothing), clean, [None] * 2, **arguments)
+    torch.testing.assert_close(weighted, plain * torch.tensor([2.0, 6.0]))

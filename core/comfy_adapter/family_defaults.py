@@ -1,0 +1,131 @@
+"""Fill in what a person left at ``auto`` on the training node, from the model's family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RequestError
+from ..training.families import FamilyDefaults, find_family
+
+AUTO = "auto"
+NOISE_RANGES = (AUTO, "all", "high", "low")
+AUTO_GUIDANCE = -1.0
+"""A guidance scale of 0 is one, so that cannot stand for auto."""
+
+_LATER_INPUTS = {
+    "timestep_sampling": AUTO,
+    "timestep_shift": 0.0,
+    "loss_weighting": AUTO,
+    "guidance": AUTO_GUIDANCE,
+    "noise_range": AUTO,
+}
+"""Inputs that prompts saved by earlier versions do not have."""
+
+
+@dataclass(frozen=True)
+class FilledWidgets:
+    """The node's values without ``auto``.
+
+    Attributes:
+        values: By the inputs' names.
+        plan: One line for the person: what is trained how, and what was taken from the family.
+    """
+
+    values: dict[str, Any]
+    plan: str
+
+
+def model_family(model: Any) -> FamilyDefaults:
+    """Return the defaults of a MODEL's family, found by its class and configuration."""
+    network = type(model.model.diffusion_model)
+    config = getattr(model.model.model_config, "unet_config", {})
+    return find_family(f"{network.__module__}.{network.__qualname__}", config)
+
+
+def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
+    """Return the node's values with every ``auto`` (and 0, where that stands for it) filled in.
+
+    Args:
+        model: The MODEL (``ModelPatcher``).
+        widgets: The node's values as they came.
+
+    Raises:
+        RequestError: If an expert's noise range or a guidance scale is asked of a model without.
+    """
+    family = model_family(model)
+    values = _LATER_INPUTS | widgets
+    _check_guidance(model, family, values["guidance"])
+    automatic = {
+        "rank": not values["rank"],
+        "alpha": not values["alpha"],
+        "learning_rate": not values["learning_rate"],
+        "targets": not values["targets"].strip() and bool(family.targets),
+        "loss_function": values["loss_function"] == AUTO,
+        "timestep_sampling": values["timestep_sampling"] == AUTO,
+        "timestep_shift": not values["timestep_shift"] and family.shift is not None,
+        "loss_weighting": values["loss_weighting"] == AUTO,
+        "guidance": values["guidance"] == AUTO_GUIDANCE and family.guidance is not None,
+    }
+    rank = values["rank"] or family.rank
+    defaults = {
+        "rank": rank,
+        # A rank of one's own keeps the family's proportion, so that the learning rate still fits.
+        "alpha": family.alpha / family.rank * rank,
+        "learning_rate": family.learning_rate,
+        "targets": family.targets,
+        "loss_function": family.loss,
+        "timestep_sampling": family.timestep_sampling,
+        "timestep_shift": family.shift,
+        "loss_weighting": family.loss_weighting,
+        "guidance": family.guidance,
+    }
+    values |= {name: defaults[name] for name, is_automatic in automatic.items() if is_automatic}
+    values["guidance_is_default"] = automatic["guidance"]
+    values["lowest_noise"], values["highest_noise"] = _noise_range(family, values["noise_range"])
+    return FilledWidgets(values, _describe(family, values, automatic))
+
+
+def _check_guidance(model: Any, family: FamilyDefaults, asked: float) -> None:
+    has_guidance = bool(getattr(model.model.model_config, "unet_config", {}).get("guidance_embed"))
+    if asked != AUTO_GUIDANCE and not has_guidance:
+        raise RequestError(
+            f"guidance={asked:g} was asked for a model of the family {family.name}",
+            limit="It has no built-in guidance scale and would not see it",
+            way_out="Set guidance to -1",
+        )
+
+
+def _noise_range(family: FamilyDefaults, asked: str) -> tuple[float, float]:
+    if asked in (AUTO, "all"):
+        return 0.0, 1.0
+    if family.expert_boundary is None:
+        raise RequestError(
+            f"noise_range={asked!r} was asked for a model of the family {family.name}",
+            limit="Only families with a high-noise and a low-noise expert have such ranges (Wan 2.2 14B)",
+            way_out="Set noise_range to auto",
+        )
+    return (family.expert_boundary, 1.0) if asked == "high" else (0.0, family.expert_boundary)
+
+
+def _describe(family: FamilyDefaults, values: dict[str, Any], automatic: dict[str, bool]) -> str:
+    def part(name: str, text: str) -> str:
+        return f"{text} (auto)" if automatic.get(name) else text
+
+    shift = values["timestep_shift"]
+    parts = [
+        part("rank", f"rank {values['rank']}"),
+        part("alpha", f"alpha {values['alpha']:g}"),
+        part("learning_rate", f"learning rate {values['learning_rate']:g}"),
+        part("targets", f"layers {values['targets'].strip() or 'attention and MLP of all blocks'}"),
+        part("loss_function", f"{values['loss_function']} loss"),
+        part("timestep_sampling", f"{values['timestep_sampling']} noise levels"),
+        part("timestep_shift", f"shift {shift:g}" if shift else "the model's own shift"),
+    ]
+    if values["loss_weighting"] != "none":
+        parts.append(part("loss_weighting", f"{values['loss_weighting']} weights"))
+    if values["guidance"] != AUTO_GUIDANCE:
+        parts.append(part("guidance", f"guidance {values['guidance']:g}"))
+    if (values["lowest_noise"], values["highest_noise"]) != (0.0, 1.0):
+        parts.append(f"noise {values['lowest_noise']:g} to {values['highest_noise']:g}")
+    return f"{family.name}: {', '.join(parts)}"
