@@ -108,7 +108,8 @@ def test_auto_takes_the_familys_values_and_says_so():
     filled = fill("flux")
     assert filled.plan == (
         "FLUX.1-dev: rank 16 (auto), alpha 16 (auto), learning rate 0.0001 (auto), layers attention and MLP "
-        "of all blocks, MSE loss (auto), logit_normal noise levels (auto), shift 3.158 (auto), guidance 1 (auto)"
+        "of all blocks, MSE loss (auto), logit_normal noise levels (auto), shift 3.158 (auto), guidance 1 "
+        "(auto)"
     )
     sdxl = fill("sdxl", rank=8, learning_rate=0.01)
     assert (sdxl.values["rank"], sdxl.values["alpha"], sdxl.values["learning_rate"]) == (8, 4.0, 0.01)
