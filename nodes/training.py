@@ -14,7 +14,8 @@ from ..core.comfy_adapter import (
     run_lora_training,
 )
 from .schema import known
-from .training_inputs import PREVIEW_INPUTS, advanced_inputs, basic_inputs, later_inputs, preview_inputs
+from .training_family_inputs import family_inputs
+from .training_inputs import PREVIEW_INPUTS, advanced_inputs, basic_inputs, preview_inputs
 
 
 def _first(value: Any) -> Any:
@@ -33,7 +34,7 @@ class TrainLoraOffload(io.ComfyNode):
             category="ferry/training",
             description="Trains a LoRA on any diffusion model, also one that does not fit the GPU.",
             is_input_list=True,
-            inputs=[*basic_inputs(), *advanced_inputs(), *preview_inputs(), *later_inputs()],
+            inputs=[*basic_inputs(), *advanced_inputs(), *preview_inputs(), *family_inputs()],
             outputs=[
                 io.Custom("LORA_MODEL").Output(display_name="lora", tooltip="The trained LoRA."),
                 io.Custom("LOSS_MAP").Output(display_name="loss_map", tooltip="The loss of every step."),

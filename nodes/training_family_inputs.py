@@ -1,0 +1,67 @@
+"""Inputs of the training node for cached data and for the values that a model's family decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..core.comfy_adapter import AUTO, AUTO_GUIDANCE, NOISE_RANGES
+from ..core.training import LOSS_WEIGHTINGS, TIMESTEP_SAMPLINGS
+from .schema import known
+from .types import TrainingCacheSocket
+
+
+def family_inputs() -> list[Any]:
+    """Return inputs that came later: optional and last, so that prompts saved without them keep working."""
+
+    def extra(kind: Any, name: str, **arguments: Any) -> Any:
+        return kind.Input(name, optional=True, **arguments, **known(kind.Input, advanced=True))
+
+    return [
+        TrainingCacheSocket.Input(
+            "training_data",
+            optional=True,
+            tooltip="From Cache Training Data, in place of latents and positive. Read from disk as needed.",
+        ),
+        extra(
+            io.Combo,
+            "timestep_sampling",
+            options=[AUTO, *TIMESTEP_SAMPLINGS],
+            default=AUTO,
+            tooltip="Which times are drawn: all alike, or most in the middle. auto: what suits the family.",
+        ),
+        extra(
+            io.Float,
+            "timestep_shift",
+            default=0.0,
+            min=0.0,
+            max=100.0,
+            step=0.01,
+            tooltip="Above 1 trains more on noise. 0: what suits the family, else as the model samples.",
+        ),
+        extra(
+            io.Combo,
+            "loss_weighting",
+            options=[AUTO, *LOSS_WEIGHTINGS],
+            default=AUTO,
+            tooltip="min_snr lets nearly clean pictures count less; for SDXL and others that predict noise.",
+        ),
+        extra(
+            io.Float,
+            "guidance",
+            default=AUTO_GUIDANCE,
+            min=AUTO_GUIDANCE,
+            max=100.0,
+            step=0.1,
+            tooltip="For models with a built-in guidance scale (FLUX.1-dev). -1: the captions' own, else 1.",
+        ),
+        extra(
+            io.Combo,
+            "noise_range",
+            options=list(NOISE_RANGES),
+            default=AUTO,
+            tooltip="For the experts of Wan 2.2 14B: train the high-noise model with high, the low-noise "
+            "model with low. auto: all noise.",
+        ),
+    ]
