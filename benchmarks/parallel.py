@@ -1,0 +1,429 @@
+"""Seconds a step of parallel denoisers, beside ComfyUI on one GPU and diffusers on the same GPUs.
+
+    python benchmarks/parallel.py --comfyui PATH qwen-image --size 2048x2048 --mesh ulysses=2 --mesh ring=2 \
+        --mesh cfg=2 --mesh tp=2 --modes eager graph --rivals --out results
+
+Every row runs in processes of its own, one after the other, with the same random weights and inputs. A mesh
+is a product such as ``cfg=2,ulysses=2``. Time: median and range of the steps after warm-up, the slowest
+rank's. A step with ``cfg`` above 1 is that many evaluations, on one GPU too. *difference*: the greatest
+difference from ComfyUI's one-GPU output over its greatest value. *predicted*: the speed-up by the planner's
+cost model, for links of ``--link`` GB/s and one GPU as fast as measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comfyui_ferry.core.parallel import (
+    AttentionWork,
+    DenoiserWork,
+    Machine,
+    ParallelDims,
+    build_mesh,
+    count_work,
+    parallelize,
+    predict,
+)
+from comfyui_ferry.core.plans import find_plan
+from parallel_models import DENOISERS, Denoiser, Size
+from safetensors.torch import load_file, save_file
+
+GIB = 2**30
+_LIMIT_S = 540
+
+
+def main() -> None:
+    """Run what was asked for, or one rank of it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=list(DENOISERS))
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES; several times")
+    parser.add_argument("--mesh", action="append", default=[], help="for example ulysses=2 or cfg=2,tp=2")
+    parser.add_argument("--modes", nargs="+", choices=["eager", "graph", "compile"], default=["eager"])
+    parser.add_argument("--rivals", action="store_true", help="diffusers beside, where it can")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--link", type=float, default=300.0, help="GB/s to other GPUs, for the prediction")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.size = [parse_size(text) for text in options.size or ["1024x1024"]]
+    if options.row:
+        run_rank_reported(options, json.loads(options.row))
+    else:
+        run_all(options)
+
+
+def parse_size(text: str) -> Size:
+    """Return the size that ``1024x1024`` or ``832x480x81`` stands for."""
+    return Size(*(int(number) for number in text.split("x")))
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the degrees that ``cfg=2,ulysses=2`` stands for."""
+    return {name: int(degree) for name, degree in (part.split("=") for part in text.split(","))}
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Run every row in processes of its own and print the table."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = []
+    with tempfile.TemporaryDirectory() as shared:
+        for row in rows(options):
+            results.append(run_row(options, row, Path(shared)))
+            print(f"# {results[-1]}", flush=True)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    header = f"{device}, torch {torch.__version__}, {datetime.date.today()}, {' '.join(sys.argv)}"
+    text = f"{header}\n\n{table(results, options.link * 1e9)}\n"
+    print(text)
+    (options.out / f"parallel_{options.model}.md").write_text(text)
+    (options.out / f"parallel_{options.model}.json").write_text(json.dumps(results, indent=1))
+
+
+def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what to run: one GPU first, since the others are compared with it."""
+    meshes = [parse_mesh(text) for text in options.mesh]
+    found = [{"who": "ComfyUI", "mesh": {}, "mode": "eager"}]
+    found += [{"who": "ours", "mesh": mesh, "mode": mode} for mesh in meshes for mode in options.modes]
+    if options.rivals and DENOISERS[options.model].rival is not None:
+        modes = [mode for mode in options.modes if mode != "graph"]
+        rival = [{}, *(mesh for mesh in meshes if set(mesh) <= {"ulysses", "ring"})]
+        found += [{"who": "diffusers", "mesh": mesh, "mode": mode} for mesh in rival for mode in modes]
+    return found
+
+
+def run_row(options: argparse.Namespace, row: dict[str, Any], shared: Path) -> dict[str, Any]:
+    """Start the ranks of one row and return what they report; a row that fails does not end the run."""
+    world_size = 1
+    for degree in row["mesh"].values():
+        world_size *= degree
+    row = row | {"world_size": world_size, "shared": str(shared)}
+    report = shared / "report.json"
+    report.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world_size}",
+    ]
+    command += [__file__, *sys.argv[1:], "--row", json.dumps(row)]
+    try:
+        run = subprocess.run(command, timeout=_LIMIT_S, capture_output=True, text=True)
+        failure = run.stderr[-2000:]
+    except subprocess.TimeoutExpired:
+        failure = f"not done within {_LIMIT_S} s"
+    shown = {name: row[name] for name in ("who", "mesh", "mode")}
+    return shown | (json.loads(report.read_text()) if report.exists() else {"failure": failure})
+
+
+def run_rank_reported(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Be one rank; an error that no rank reported before is the report."""
+    try:
+        run_rank(options, row)
+    except Exception:
+        report = Path(row["shared"]) / "report.json"
+        if not report.exists():
+            report.write_text(json.dumps({"failure": traceback.format_exc()[-2000:]}))
+        raise
+
+
+def run_rank(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Be one rank of one row; rank 0 writes the report."""
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+    sys.argv = sys.argv[:1]
+    sys.path.insert(0, str(options.comfyui.resolve()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        from comfy.cli_args import args
+
+        args.cpu = True
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    denoiser = DENOISERS[options.model]
+    rival = row["who"] == "diffusers"
+    steps = (rival_steps if rival else our_steps)(denoiser, row, device, dtype)
+    sizes = {str(size): measure_size(steps, size, options, row, device) for size in options.size}
+    if row["who"] == "ComfyUI":
+        for size in options.size:
+            sizes[str(size)]["work"] = asdict(work_of(denoiser, size, dtype))
+    if rank == 0:
+        (Path(row["shared"]) / "report.json").write_text(json.dumps({"sizes": sizes}))
+    dist.destroy_process_group()
+
+
+Steps = Callable[[Size, int], Callable[[], torch.Tensor]]
+
+
+def measure_size(
+    steps: Steps, size: Size, options: argparse.Namespace, row: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Return time, memory and difference of one size; the same numbers on every rank."""
+    report: dict[str, Any] = {}
+    # On one GPU, a step of one evaluation and one of two: what cfg=2 is compared with.
+    counts = (1, 2) if row["who"] == "ComfyUI" else (row["mesh"].get("cfg", 1),)
+    for conditionings in counts:
+        step = steps(size, conditionings)
+        for _ in range(2):
+            output = step()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [slowest(timed(step, device), device) for _ in range(options.steps)]
+        report[f"seconds {conditionings}"] = seconds
+        if conditionings == 1 or row["who"] != "ComfyUI":
+            report["difference"] = compare(output, size, row)
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+    report["peak_gib"] = gathered(peak)
+    report["host_pss_gib"] = gathered(pss_gib())
+    return report
+
+
+def timed(step: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one step, all ranks starting together."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """Return the greatest value of all ranks."""
+    value = torch.tensor([seconds], device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def gathered(value: float) -> list[float]:
+    """Return every rank's value, rounded."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, round(value, 2))
+    return values
+
+
+def pss_gib() -> float:
+    """Return this process' share of the host memory that it uses."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024 / GIB
+    return 0.0
+
+
+def compare(output: torch.Tensor, size: Size, row: dict[str, Any]) -> float | None:
+    """Return the relative difference from ComfyUI's one-GPU output, which is kept when it comes by."""
+    kept = Path(row["shared"]) / f"{size.width}x{size.height}x{size.frames}.safetensors"
+    if row["who"] == "diffusers":
+        return None  # another class with other weights
+    if row["who"] == "ComfyUI":
+        save_file({"output": output.cpu().contiguous()}, kept)
+        return 0.0
+    reference = load_file(kept)["output"].float()
+    return ((output.cpu().float() - reference).abs().max() / reference.abs().max()).item()
+
+
+def our_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Steps:
+    """Return steps of ComfyUI's class, by itself or in parallel."""
+    model = denoiser.build(device, dtype)
+    forward = getattr(model, "_forward", model)
+    options: dict[str, Any] = {}
+    call, branch = forward, 0
+    dims = ParallelDims(**row["mesh"])
+    if row["who"] == "ours":
+        layout = build_mesh(dims)
+        plan = find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
+        handle = parallelize(model, plan, group=layout.sequence_group, tensor_group=layout.tensor_group)
+        options["optimized_attention_override"] = handle.attention_override
+        branch = layout.cfg_branch
+
+        def call(**inputs: Any) -> torch.Tensor:
+            return handle.run(forward, **inputs)
+
+    if row["mode"] == "compile":
+        compile_blocks(model)
+
+    def steps(size: Size, conditionings: int) -> Callable[[], torch.Tensor]:
+        prompts = range(conditionings) if dims.cfg == 1 else [branch]
+        calls = [to_device(denoiser.inputs(size, prompt), device, dtype) for prompt in prompts]
+
+        @torch.inference_mode()
+        def step() -> torch.Tensor:
+            outputs = [call(**inputs, transformer_options=dict(options)) for inputs in calls]
+            return branches_together(outputs[0], dims.cfg)[0]
+
+        return captured(step) if row["mode"] == "graph" else step
+
+    return steps
+
+
+def work_of(denoiser: Denoiser, size: Size, dtype: torch.dtype) -> DenoiserWork:
+    """Return what one evaluation costs, counted on the meta device."""
+    meta = torch.device("meta")
+    model = denoiser.build(meta, dtype)
+    inputs = to_device(denoiser.inputs(size, 0), meta, dtype)
+
+    def call(override: Any) -> torch.Tensor:
+        return getattr(model, "_forward", model)(
+            **inputs, transformer_options={"optimized_attention_override": override}
+        )
+
+    return count_work(model, find_plan(f"{type(model).__module__}.{type(model).__qualname__}"), call)
+
+
+def predicted_speed_up(
+    alone: dict[str, Any], mesh: dict[str, int], conditionings: int, link_bytes_per_s: float
+) -> float:
+    """Return the cost model's speed-up, with the speed of one GPU set to what was measured."""
+    counts = alone["work"]
+    calls = tuple(AttentionWork(**call) for call in counts["attention"])
+    work = DenoiserWork(**counts | {"attention": calls, "conditionings": conditionings})
+    flops = work.linear_flops + sum(call.flops for call in calls)
+    speed = flops / statistics.median(alone["seconds 1"])
+    dims = ParallelDims(**mesh)
+    # Here no call goes to a worker process, so none is dispatched.
+    machine = Machine(dims.world_size, 2**50, speed, speed, link_bytes_per_s, dispatch_s=0.0)
+    return predict(work, machine, ParallelDims()).step_s / predict(work, machine, dims).step_s
+
+
+def branches_together(output: torch.Tensor, branches: int) -> list[torch.Tensor]:
+    """Return the outputs of all conditionings, which guidance needs in one place."""
+    if branches == 1:
+        return [output]
+    parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, output.contiguous())
+    return parts[:: len(parts) // branches]
+
+
+def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return ``step`` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def compile_blocks(model: torch.nn.Module) -> None:
+    """Compile every block of the model's lists by itself."""
+    for child in model.children():
+        if isinstance(child, torch.nn.ModuleList):
+            for block in child:
+                block.compile(dynamic=False)
+
+
+def rival_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Steps:
+    """Return steps of diffusers' class, by itself or with its context parallelism."""
+    from diffusers import ContextParallelConfig
+
+    assert denoiser.rival is not None and denoiser.rival_inputs is not None
+    model: Any = denoiser.rival(device, dtype)
+    inputs_of = denoiser.rival_inputs
+    if row["mesh"]:
+        degrees = {f"{name}_degree": degree for name, degree in row["mesh"].items()}
+        model.enable_parallelism(config=ContextParallelConfig(**degrees))
+    if row["mode"] == "compile":
+        model.compile_repeated_blocks(dynamic=False)
+
+    def steps(size: Size, conditionings: int) -> Callable[[], torch.Tensor]:
+        inputs = to_device(inputs_of(size, 0), device, dtype)
+
+        @torch.no_grad()
+        def step() -> torch.Tensor:
+            return model(**inputs)[0]
+
+        return step
+
+    return steps
+
+
+def to_device(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the inputs on the device; tokens in the model's dtype, scalars as they are."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        wide = value.is_floating_point() and value.ndim > 1
+        return value.to(device, dtype) if wide else value.to(device)
+
+    return {name: moved(value) for name, value in inputs.items()}
+
+
+def line(
+    result: dict[str, Any],
+    size: str,
+    mesh: str,
+    conditionings: int,
+    alone: dict[str, Any],
+    link_bytes_per_s: float,
+) -> str:
+    """Return one line of the table."""
+    report = result["sizes"][size]
+    seconds = report[f"seconds {conditionings}"]
+    median = statistics.median(seconds)
+    base = statistics.median(alone[f"seconds {conditionings}"])
+    predicted = ""
+    if result["who"] == "ours":
+        predicted = f"{predicted_speed_up(alone, result['mesh'], conditionings, link_bytes_per_s):.2f}"
+    cells = [
+        size + (" (2 prompts)" if conditionings == 2 else ""),
+        result["who"],
+        mesh,
+        result["mode"],
+        f"{median:.4f} s ({min(seconds):.4f} to {max(seconds):.4f})",
+        f"{base / median:.2f}",
+        predicted,
+        "" if report["difference"] is None else f"{report['difference']:.1e}",
+        ", ".join(f"{peak:.1f}" for peak in report["peak_gib"]),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(results: list[dict[str, Any]], link_bytes_per_s: float) -> str:
+    """Return the results as markdown; speed-ups are over ComfyUI's one GPU."""
+    lines = [
+        "| size | who | GPUs | mode | step, median (range) | speed-up | predicted | difference | peak GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    alone = results[0].get("sizes", {})
+    for result in results:
+        mesh = " x ".join(f"{name} {degree}" for name, degree in result["mesh"].items()) or "1"
+        if "failure" in result:
+            lines.append(f"| all | {result['who']} | {mesh} | {result['mode']} | failed | | | | |")
+        for size, report in result.get("sizes", {}).items():
+            for count in (int(name.split()[1]) for name in report if name.startswith("seconds")):
+                lines.append(line(result, size, mesh, count, alone[size], link_bytes_per_s))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
