@@ -22,6 +22,7 @@ from ..plans import find_plan
 from .gpu_speed import describe_machine
 from .model_export import class_path, describe_model, innermost_forward
 from .parallel_model import ParallelPatcher, attach_run
+from .quantized import can_cut
 from .sampling import check_conditioning, check_latent
 from .worker_model import build_empty_model
 
@@ -86,7 +87,7 @@ def plan_degrees(
         machine,
         methods=plan.methods,
         max_ulysses=heads,
-        max_tp=_max_tensor_degree(empty, plan, max_gpus),
+        max_tp=_max_tensor_degree(empty, plan, max_gpus) if can_cut(model.model.diffusion_model) else 1,
     )
     return DegreeAdvice(chosen.dims.world_size, chosen.dims, _text(chosen))
 

@@ -43,6 +43,12 @@ def is_quantized(tensor: Any) -> bool:
     )
 
 
+def can_cut(module: nn.Module) -> bool:
+    """Return whether ranks may hold parts of a model's weights."""
+    weights = (layer._parameters.get("weight") for layer in module.modules())
+    return all(weight._layout_cls in _CUTTABLE for weight in weights if is_quantized(weight))  # type: ignore[union-attr]
+
+
 def check_sharing(module: nn.Module, *, cut_weights: bool) -> None:
     """Check that sharing the work of a model among ranks changes none of its numbers.
 
@@ -115,10 +121,26 @@ def make_operations(description: Mapping[str, Any]) -> Any:
     return comfy.ops.mixed_precision_ops({}, arguments["compute_dtype"], disabled=set(arguments["disabled"]))
 
 
+def fill_layers(module: nn.Module, description: Mapping[str, Any]) -> None:
+    """Give the layers of an empty model stand-ins on the meta device for the parameters that they lack.
+
+    ComfyUI's class makes them when it loads a file. A quantized value is counted as one byte.
+    """
+    for path, entry in description["layers"].items():
+        layer: Any = module.get_submodule(path)
+        for name, quantized in entry["parameters"].items():
+            if name in layer._parameters:
+                continue
+            shape = layer._orig_shape if name == "weight" else ()
+            dtype = layer.factory_kwargs["dtype"] if quantized is None else torch.float8_e4m3fn
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            layer._parameters[name] = nn.Parameter(empty, requires_grad=False)
+
+
 def restore_layers(
     module: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Give the layers of an empty model their parameters, which it has not had since it was built.
+    """Give the layers of an empty model their parameters.
 
     Args:
         module: The model, built with ``make_operations``.

@@ -166,6 +166,8 @@ def build_empty_model(description: Mapping[str, Any]) -> nn.Module:
     # Not on the meta device: some classes compute buffers and tables in their constructor. ComfyUI's
     # layers leave their weights uninitialised, so no memory is touched before it is assigned.
     model = cls(**description["unet_config"], device="cpu", operations=operations)
+    if "quantized" in description:
+        quantized.fill_layers(model, description["quantized"])
     return model.eval().requires_grad_(False)
 
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 from comfyui_ferry.core.errors import RequestError
+from ferry_support.quantized_patchers import quantized_patcher
 from ferry_support.sampling import TOLERANCE, difference, parallel, prompts, sample
+from ferry_support.tiny_models import is_newer_comfyui
 from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = pytest.mark.comfy
@@ -45,6 +47,19 @@ def test_the_proposal_runs_and_gives_the_same_picture(machine):
     degrees = {"gpus": 2, "cfg_degree": 2, "ulysses_degree": 1}
     assert difference(sample(parallel(model, degrees), kind), alone) < TOLERANCE
     assert difference(sample(model, kind), alone) == 0  # the model itself still works, untouched
+
+
+@pytest.mark.parametrize(("form", "cut"), [("float8_e4m3fn", True), ("int8_tensorwise", False)])
+def test_quantized_weights_are_counted_as_they_are(machine, form, cut):
+    """And are proposed to be cut only where they can be."""
+    if not is_newer_comfyui():
+        pytest.skip("0.3.75 holds quantized weights in another way")
+    plain, quantized = (
+        plan("flux", max_gpus=2),
+        plan("flux", max_gpus=2, model=quantized_patcher("flux", form)),
+    )
+    assert quantized.dims == plain.dims
+    assert ("tp 2" in quantized.text) is cut
 
 
 def test_without_guidance_there_is_one_conditioning(machine):
