@@ -29,6 +29,7 @@ from .planner import ResidencyPlan, plan_residency
 from .prediction import BucketProfile, OffloadProfile, Prediction, predict
 from .retry import retry_on_oom
 from .stats import OffloadStats
+from .step_clock import StepStats
 from .stream_block import WeightChange
 from .stream_buffers import StreamPool
 from .stream_config import StreamConfig
@@ -51,6 +52,7 @@ __all__ = [
     "OffloadTrainingManager",
     "Prediction",
     "ResidencyPlan",
+    "StepStats",
     "StreamConfig",
     "StreamPool",
     "StreamStats",

@@ -77,6 +77,7 @@ class Engine:
         scopes = self._scopes()
         if not scopes:
             self.settle()
+            self.transfer.clock.begin(self.transfer.moved_bytes)
             if self.timer is not None and torch._C._current_graph_task_id() == NO_TASK:
                 self.timer.begin("forward")
         scope = Scope()

@@ -138,6 +138,7 @@ class OffloadTrainingManager:
         elif self._engine is not None:
             self._engine.settle()
             self._engine.end_all_tasks()
+            self._engine.transfer.clock.end(self._engine.transfer.moved_bytes)
             if self._tuner is not None:
                 self._tuner.after_step()
 

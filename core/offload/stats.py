@@ -1,9 +1,11 @@
-"""What the engine reports about itself; all sizes in bytes."""
+"""What the engine reports about itself: sizes in bytes, times in seconds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from .step_clock import Bound, StepStats, bound_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -25,6 +27,10 @@ class OffloadStats:
         moved_to_host_bytes: Bytes copied to the host so far (gradients and changed buffers).
         num_units: Modules, or groups of modules, that move together.
         num_buckets: Separate copies that moving everything takes.
+        num_steps: Steps so far, each from its first forward to ``after_backward()``.
+        step_s: Their length in seconds.
+        stalled_s: Seconds of it in which the target waited for weights.
+        last_step: The latest of them, None before the first has ended.
     """
 
     resident_bytes: int
@@ -38,10 +44,21 @@ class OffloadStats:
     moved_to_host_bytes: int
     num_units: int
     num_buckets: int
+    num_steps: int
+    step_s: float
+    stalled_s: float
+    last_step: StepStats | None
+
+    @property
+    def bound(self) -> Bound | None:
+        """What limits the steps so far: "link-bound" if they waited for more than 5 % of their time."""
+        return bound_of(self.step_s, self.stalled_s) if self.num_steps else None
 
 
 def take_snapshot(engine: Engine, *, num_units: int) -> OffloadStats:
     """Return what the parts of the engine say now."""
+    clock = engine.transfer.clock
+    clock.read(wait=True)
     residency, store, transfer = engine.residency, engine.store, engine.transfer
     return OffloadStats(
         resident_bytes=residency.resident_bytes,
@@ -55,4 +72,8 @@ def take_snapshot(engine: Engine, *, num_units: int) -> OffloadStats:
         moved_to_host_bytes=transfer.moved_to_host_bytes,
         num_units=num_units,
         num_buckets=len(store.buckets),
+        num_steps=clock.num_steps,
+        step_s=clock.step_s,
+        stalled_s=clock.stalled_s,
+        last_step=clock.last,
     )

@@ -18,6 +18,7 @@ import time
 import torch
 from typing_extensions import override
 
+from .step_clock import Mark, StepClock
 from .step_timer import StepTimer
 
 # What the link gives from memory that is not pinned, as a share of what it gives from pinned memory.
@@ -39,7 +40,8 @@ class Transfer:
     """Synchronous copies, for the target ``cpu``.
 
     Attributes:
-        timer: Who wants to know how long passes wait for copies.
+        clock: Times steps, and their waiting for copies.
+        timer: Who else wants to know how long passes wait for copies.
         pageable_share: Rate of copies from unpinned memory, by that of pinned.
     """
 
@@ -47,6 +49,7 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.clock = StepClock(device)
         self.timer: StepTimer | None = None
         self.moved_to_target_bytes = 0
         self.moved_to_host_bytes = 0
@@ -63,10 +66,9 @@ class Transfer:
     def start(self, source: torch.Tensor, destination: torch.Tensor, lease: Lease) -> None:
         """Begin copying host bytes to a slot, once nobody reads what is in it."""
         self.moved_to_target_bytes += source.numel()
-        begin = None if self.timer is None else self.timer.mark()
+        begin = self._begin_wait()
         self._copy_now(source, destination)
-        if self.timer is not None and begin is not None:
-            self.timer.waited(begin)
+        self._end_wait(begin)
 
     def wait(self, lease: Lease) -> None:
         """Make the current stream wait until the slot's copy is done."""
@@ -113,6 +115,19 @@ class Transfer:
             self._copy_now(source, destination)
             seconds.append(time.perf_counter() - begin)
         return max(1, source.numel()) / max(statistics.median(seconds), 1e-9)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes copied so far, to the target and to the host."""
+        return self.moved_to_target_bytes, self.moved_to_host_bytes
+
+    def _begin_wait(self) -> tuple[Mark, Mark | None]:
+        return self.clock.mark(), None if self.timer is None else self.timer.mark()
+
+    def _end_wait(self, begin: tuple[Mark, Mark | None]) -> None:
+        self.clock.waited(begin[0])
+        if self.timer is not None and begin[1] is not None:
+            self.timer.waited(begin[1])
 
     def _copy_now(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         destination.copy_(source)
@@ -171,10 +186,10 @@ class CudaTransfer(Transfer):
         stream = torch.cuda.current_stream(self.device)
         if stream.cuda_stream not in lease.readers:
             lease.readers[stream.cuda_stream] = stream
-            begin = None if self.timer is None else self.timer.mark()
+            begin = None if lease.copied.query() else self._begin_wait()
             stream.wait_event(lease.copied)
-            if self.timer is not None and begin is not None:
-                self.timer.waited(begin)
+            if begin is not None:
+                self._end_wait(begin)
 
     @override
     def finish(self, lease: Lease) -> None:
