@@ -8,6 +8,7 @@ from ..core.comfy_adapter import register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
 from .dataset import CacheTrainingData, LoadTrainingFolder, TrainingSetImages
 from .degree_planner import PlanParallelDegrees
+from .doctor import FerryDoctor
 from .offload import LoadDiffusionModelOffload, OffloadModel
 from .parallel import ParallelModel
 from .sampling import ParallelSampler
@@ -17,6 +18,7 @@ NODES: list[type[io.ComfyNode]] = [
     ParallelModel,
     ParallelSampler,
     PlanParallelDegrees,
+    FerryDoctor,
     LoadTrainingFolder,
     TrainingSetImages,
     CacheTrainingData,

@@ -7,6 +7,8 @@ through torch.distributed over loopback, which trusts every user of the machine.
 """
 
 from .calls import PendingCall
+from .doctor import describe as describe_findings
+from .doctor import examine as examine_machine
 from .host_memory import available_host_bytes, file_backed_bytes
 from .pool import WorkerPool
 from .shared_arena import SharedArena, open_arena
@@ -22,6 +24,8 @@ __all__ = [
     "WorkerSpec",
     "available_host_bytes",
     "borrows_arguments",
+    "describe_findings",
+    "examine_machine",
     "file_backed_bytes",
     "open_arena",
 ]

@@ -12,6 +12,7 @@ from ..errors import RequestError, WorkerError
 from .calls import CallTable, PendingCall
 from .channel import Outgoing
 from .launcher import RankGroup, launch
+from .links import check_links
 from .protocol import PayloadEncoder
 from .spec import WorkerSpec
 from .watchdog import Watchdog
@@ -44,12 +45,14 @@ class WorkerPool:
             poll: Called regularly while waiting; what it raises cancels the start.
 
         Raises:
-            RequestError: If a device does not exist; then no process was started.
+            RequestError: If a device does not exist or NCCL fails between them; then no worker was started.
             TypeError: If ``setup_args`` holds what cannot be sent; then no process was started.
             WorkerError: If a rank did not start; it holds every rank's traceback and last log lines.
         """
         # Refused here already, because a started process would have to be ended again.
         PayloadEncoder().encode(dict(spec.setup_args), "setup_args")
+        if spec.backend == "nccl" and spec.num_ranks > 1:
+            check_links(spec.devices)
         group = launch(spec)
         try:
             pool = cls(spec, group)

@@ -15,6 +15,7 @@ NODE_IDS = {
     "FerryParallelModel",
     "FerryParallelSampler",
     "FerryPlanParallelDegrees",
+    "FerryDoctor",
     "FerryLoadDiffusionModelOffload",
     "FerryOffloadModel",
     "FerryTrainLoraOffload",
