@@ -52,16 +52,19 @@ class TinyPatcher:
 def build_patcher(kind: str, config: Options) -> Any:
     """Return a ``ModelPatcher`` with random weights on the CPU.
 
-    ``config`` may hold ``load_device``, where it computes, and ``dtype`` besides the network's values.
+    ``config`` may hold ``load_device``, where it computes, ``dtype`` and ``operations`` (ComfyUI's
+    ``custom_operations``) besides the network's values.
     """
     import comfy.model_patcher
     import comfy.supported_models
 
     load_device = torch.device(config.pop("load_device", "cpu"))
     dtype = config.pop("dtype", torch.float32)
+    operations = config.pop("operations", None)
     with torch.inference_mode():
         settings = getattr(comfy.supported_models, kind)(config)
         settings.set_inference_dtype(dtype, None)
+        settings.custom_operations = operations
         model = settings.get_model({}, "")
         for buffer in model.diffusion_model.buffers():
             if buffer.is_floating_point():  # position tables, which come from the checkpoint
