@@ -540,9 +540,7 @@ def test_quantized_layers_are_trained_on_or_refused_by_name(algorithm):
     weight = model.model.diffusion_model.double_blocks[0].img_attn.qkv.weight
     assert type(weight).__name__ == "QuantizedTensor"
     if algorithm == "DoRA":
-        with pytest.raises(
-            RequestError, match=r"double_blocks\.0\..*\(QuantizedTensor\)"
-        ):
+        with pytest.raises(RequestError, match=r"double_blocks\.0\..*\(QuantizedTensor\)"):
             train("flux", model, lora={"algorithm": algorithm}, compute_dtype="fp32")
         return
     results = [
