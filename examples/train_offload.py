@@ -1,0 +1,58 @@
+"""Train a model whose weights and optimizer live in host memory; only what computes is on the GPU.
+
+    pip install -e . && python examples/train_offload.py
+
+The first script of DiffSynth-Studio's guide to offload training, with its import changed:
+``OffloadTrainingManager`` takes the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from comfyui_ferry.core.offload import OffloadTrainingManager
+
+
+class ToyModel(torch.nn.Module):
+    """Residual Linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, width]`` to ``[B, width]``."""
+        for layer in self.layers:
+            x = x + layer(torch.nn.functional.layer_norm(x, (self.width,)))
+        return x
+
+
+def main() -> None:
+    """Train to add one to everything, and print the loss."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = ToyModel(options.width)  # on the host, where its weights stay
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    manager = OffloadTrainingManager(model, target_device=options.device, enable_optimizer_cpu_offload=True)
+    for step in range(options.steps):
+        x = torch.randn(512, options.width, device=options.device)
+        loss = torch.nn.functional.mse_loss(model(x), x + 1)
+        loss.backward()
+        manager.after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step + 1}: loss {loss.item():.4f}")
+    print(f"on {options.device}: {manager.resident_bytes / 1e6:.0f} MB of weights")
+    manager.remove()  # the model is an ordinary one again, with the trained weights
+
+
+if __name__ == "__main__":
+    main()
