@@ -63,6 +63,7 @@ class OffloadModel(io.ComfyNode):
                 *streaming_inputs(),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model, with streamed weights.")],
+            hidden=[io.Hidden.unique_id],
             **known(io.Schema, search_aliases=["low vram", "block swap", "offload", "stream", "vram budget"]),
         )
 
@@ -72,7 +73,13 @@ class OffloadModel(io.ComfyNode):
     ) -> io.NodeOutput:
         """Return the streamed MODEL."""
         return io.NodeOutput(
-            offload_model(model, vram_gb=vram_budget_gb, prefetch_depth=prefetch_depth, share_with=share_with)
+            offload_model(
+                model,
+                vram_gb=vram_budget_gb,
+                prefetch_depth=prefetch_depth,
+                share_with=share_with,
+                node_id=cls.hidden.unique_id if cls.hidden else None,
+            )
         )
 
 
@@ -116,6 +123,7 @@ class LoadDiffusionModelOffload(io.ComfyNode):
                 *streaming_inputs(),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The model, with streamed weights.")],
+            hidden=[io.Hidden.unique_id],
             **known(
                 io.Schema, search_aliases=["low vram", "unet loader", "block swap", "offload", "vram budget"]
             ),
@@ -140,5 +148,6 @@ class LoadDiffusionModelOffload(io.ComfyNode):
                 ram_gb=ram_budget_gb,
                 prefetch_depth=prefetch_depth,
                 share_with=share_with,
+                node_id=cls.hidden.unique_id if cls.hidden else None,
             )
         )

@@ -17,12 +17,18 @@ from .diffusion_files import find_diffusion_model, open_diffusion_model
 from .model_build import build_diffusion_model
 from .model_stream import ModelStream
 from .parallel_model import ParallelPatcher
+from .stream_readout import StreamReadout
 from .streamed_patcher import StreamedPatcher
 from .trainable_model import plain_clone
 
 
 def offload_model(
-    model: Any, *, vram_gb: float, prefetch_depth: int = 1, share_with: Any | None = None
+    model: Any,
+    *,
+    vram_gb: float,
+    prefetch_depth: int = 1,
+    share_with: Any | None = None,
+    node_id: str | None = None,
 ) -> StreamedPatcher:
     """Return a MODEL with the same weights and patches as ``model`` that streams them.
 
@@ -35,6 +41,7 @@ def offload_model(
         prefetch_depth: How many blocks may be on their way while one computes.
         share_with: A MODEL that streams already; both then use its budget, slots and host memory, and
             ``vram_gb`` and ``prefetch_depth`` must be its.
+        node_id: The node that shows the live read-out.
 
     Raises:
         RequestError: If the model or the request is not supported.
@@ -43,10 +50,10 @@ def offload_model(
     _check_model(model)
     pool = choose_pool(model.load_device, config, share_with)
     if getattr(model, "is_dynamic", lambda: False)():
-        return attach_stream(plain_clone(model), pool)
+        return attach_stream(plain_clone(model), pool, node_id=node_id)
     _unload(model)
     shell, pairs = _shell(model.model)
-    streamed = attach_stream(_clone_onto(model, shell), pool)
+    streamed = attach_stream(_clone_onto(model, shell), pool, node_id=node_id)
     for original, stand_in in pairs:
         # One copy in host memory. Weights that live elsewhere (--highvram) are left there.
         if original.device.type == "cpu":
@@ -62,6 +69,7 @@ def load_offloaded(
     ram_gb: float = 0.0,
     prefetch_depth: int = 1,
     share_with: Any | None = None,
+    node_id: str | None = None,
 ) -> StreamedPatcher:
     """Return a streamed MODEL from a file; its weights go from there straight into host memory.
 
@@ -73,6 +81,7 @@ def load_offloaded(
             from the file whenever they are copied.
         prefetch_depth: As in ``offload_model``.
         share_with: As in ``offload_model``.
+        node_id: As in ``offload_model``.
 
     Raises:
         RequestError: If the file or the request is not supported; nothing is kept then.
@@ -82,12 +91,16 @@ def load_offloaded(
     pool = choose_pool(comfy.model_management.get_torch_device(), config, share_with)
     files, tensors, metadata = open_diffusion_model(path)
     patcher = build_diffusion_model(name, tensors, metadata, weight_dtype=weight_dtype)
-    return attach_stream(patcher, pool, files=files)
+    return attach_stream(patcher, pool, files=files, node_id=node_id)
 
 
-def attach_stream(patcher: Any, pool: StreamPool, *, files: Sequence[WeightFile] = ()) -> StreamedPatcher:
+def attach_stream(
+    patcher: Any, pool: StreamPool, *, files: Sequence[WeightFile] = (), node_id: str | None = None
+) -> StreamedPatcher:
     """Let a plain patcher's model stream; nobody else may use the model in other ways."""
     streamer = ModelStreamer(patcher.model, pool, entry=patcher.model.diffusion_model, files=files)
+    if node_id is not None:
+        streamer.call_after_pass(StreamReadout(streamer, node_id))
     patcher.__class__ = StreamedPatcher
     stream = ModelStream(patcher.model, streamer)
     stream.publish(patcher.model)

@@ -195,6 +195,12 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
                 limit="Wrapped weights (the stock Train LoRA makes them) must stay where they are",
                 way_out="Use Train LoRA (Offload), or connect that node before Offload Model",
             )
+        if self.model_options.get("torch_compile_kwargs"):
+            raise RequestError(
+                "torch.compile of a streamed MODEL was asked",
+                limit="A compiled model keeps the weights that it was compiled with",
+                way_out="Remove the compile node, or load the model with a stock loader",
+            )
         saves_lazily = hasattr(comfy.model_patcher.ModelPatcher, "model_state_dict_for_saving")
         if force_patch_weights and self.patches and not saves_lazily:
             raise RequestError(

@@ -189,6 +189,10 @@ def test_refusals():
         offload(model, share_with=model)
     with pytest.raises(RequestError, match="same budgets"):
         offload(model, share_with=streamed, prefetch_depth=3)
+    compiled = streamed.clone()
+    compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}
+    with pytest.raises(RequestError, match=r"torch\.compile"):
+        sample(compiled, "wan", steps=1)
     streamed.add_weight_wrapper(next(iter(model.model.state_dict())), lambda weight: weight)
     with pytest.raises(RequestError, match="wrapped weights"):
         sample(streamed, "wan", steps=1)
