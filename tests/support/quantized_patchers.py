@@ -11,13 +11,22 @@ from torch import nn
 from .tiny_patchers import PATCHERS
 
 
-def quantized_patcher(kind: str, form: str = "float8_e4m3fn", *, input_scales: bool = True) -> Any:
-    """Return a MODEL of one kind in fp32 with the Linear layers of its blocks quantized.
+def quantized_patcher(
+    kind: str,
+    form: str = "float8_e4m3fn",
+    *,
+    input_scales: bool = True,
+    dtype: torch.dtype = torch.float32,
+    load_device: str = "cpu",
+) -> Any:
+    """Return a MODEL of one kind with the Linear layers of its blocks quantized.
 
     Args:
         kind: Of ``PATCHERS``.
         form: A name of ``comfy.quant_ops.QUANT_ALGOS``.
         input_scales: Whether every second layer has one for its input (all of them in nvfp4).
+        dtype: Of the rest, and of all arithmetic.
+        load_device: Where it computes.
     """
     import comfy.model_patcher
 
@@ -25,11 +34,12 @@ def quantized_patcher(kind: str, form: str = "float8_e4m3fn", *, input_scales: b
     settings = type(plain.model_config)(dict(plain.model_config.unet_config))
     settings.quant_config = {"mixed_ops": True}
     with torch.inference_mode():
-        settings.set_inference_dtype(torch.float32, torch.float32)
+        settings.set_inference_dtype(dtype, dtype)
         model = settings.get_model({}, "")
         model.diffusion_model.load_state_dict(_checkpoint(plain.diffusion_model, form, input_scales))
-        cpu = torch.device("cpu")
-        return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+        return comfy.model_patcher.ModelPatcher(
+            model, load_device=torch.device(load_device), offload_device=torch.device("cpu")
+        )
 
 
 def _checkpoint(module: nn.Module, form: str, input_scales: bool) -> dict[str, torch.Tensor]:

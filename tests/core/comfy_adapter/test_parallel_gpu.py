@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ferry_support.quantized_patchers import quantized_patcher
 from ferry_support.sampling import CFG_2, ULYSSES_2, difference, parallel, sample, with_lora
+from ferry_support.tiny_models import is_newer_comfyui
 from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.multigpu, pytest.mark.timeout(240)]
@@ -38,3 +40,15 @@ def test_two_gpus_equal_one(degrees, dtype):
             assert torch.isfinite(expected).all()
             assert difference(sample(parallel(candidate, degrees), kind), expected) <= LIMITS[dtype], kind
         assert difference(sample(with_lora(model), kind), sample(model, kind)) > 2e-3
+
+
+@pytest.mark.parametrize("degrees", [ULYSSES_2, TENSOR_2], ids=["ulysses", "tensor"])
+def test_two_gpus_with_scaled_fp8_equal_one(degrees):
+    """With the GPU's fp8 products, where it has them: inputs are quantized too."""
+    if not is_newer_comfyui():
+        pytest.skip("0.3.75 holds scaled fp8 in another way")
+    model = quantized_patcher("flux", dtype=torch.bfloat16, load_device="cuda")
+    for candidate in (model, with_lora(model)):
+        expected = sample(candidate, "flux")
+        assert torch.isfinite(expected).all()
+        assert difference(sample(parallel(candidate, degrees), "flux"), expected) <= LIMITS[torch.bfloat16]

@@ -48,7 +48,11 @@ def test_samplings_equal_one_process_and_lora_changes_reload_nothing() -> None:
     check("qwen", qwen)
     check("wan", with_lora(wan))
     if is_newer_comfyui():
-        check("flux", with_lora(quantized_patcher("flux")))
+        quantized = quantized_patcher("flux")
+        before = sample(quantized, "flux", steps=1)
+        check("flux", with_lora(quantized))
+        # Its own weights now lie in the workers' memory, and are as they were.
+        assert torch.equal(sample(quantized, "flux", steps=1), before)
     assert worker_processes() == workers
     assert 0 < loaded_bytes(model_token(qwen.model)) <= 0.55 * weight_bytes(qwen.model.diffusion_model)
 
