@@ -15,12 +15,14 @@ from .sharding import attend, gather, shard
 from .tensor_parallel import TensorParallelHandle
 from .tensor_shards import TensorPart, TensorShards, largest_rank_bytes
 from .tensor_units import max_tensor_degree
+from .tp_plan import read_tp_plan
 
 __all__ = [
     "CpPlanHandle",
     "attend",
     "gather",
     "parallelize_cp_plan",
+    "read_tp_plan",
     "shard",
     "predict",
     "choose_degrees",

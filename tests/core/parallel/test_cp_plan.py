@@ -11,62 +11,19 @@ import torch
 from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.module_hooks import hook_names
 from comfyui_ferry.core.parallel import CpPlanHandle, ParallelDims, cp_plan, parallelize_cp_plan
+from ferry_support.diffusers_models import flux, ltx, qwen, wan
 from ferry_support.parity import TOLERANCE, layouts_of, relative_error, sequence_group, world_sequence
 from ferry_support.ranks import run_ranks
 from ferry_support.tiny_models import Inputs, noise, randomize
 from torch import nn
 from torch.nn import functional as F
 
-
-def flux() -> tuple[nn.Module, Inputs]:
-    """Splits the inputs of the whole model, positions among them."""
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
-        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=3,
-        joint_attention_dim=20, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": noise(2, 35, 4), "encoder_hidden_states": noise(2, 11, 20),
-        "pooled_projections": noise(2, 12), "timestep": torch.tensor([0.7, 0.3]),
-        "guidance": torch.tensor([3.5, 3.5]), "img_ids": torch.arange(105.0).view(35, 3) % 7,
-        "txt_ids": torch.zeros(11, 3),
-    }  # fmt: skip
-    return model, inputs
-
-
-def wan() -> tuple[nn.Module, Inputs]:
-    """Splits tokens in the first block and what the position layer gives; keys of the text are whole."""
-    from diffusers import WanTransformer3DModel
-
-    model = WanTransformer3DModel(
-        num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=20,
-        freq_dim=16, ffn_dim=40, num_layers=2, cross_attn_norm=True,
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": noise(1, 4, 3, 10, 6), "timestep": torch.tensor([700]),
-        "encoder_hidden_states": noise(1, 11, 20),
-    }  # fmt: skip
-    return model, inputs
-
-
-def ltx() -> tuple[nn.Module, Inputs]:
-    """Splits the text too, and a mask of its keys, which video tokens attend to."""
-    from diffusers import LTXVideoTransformer3DModel
-
-    model = LTXVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=16, cross_attention_dim=48,
-        num_layers=2, caption_channels=20,
-    )  # fmt: skip
-    inputs = {
-        "hidden_states": noise(2, 30, 4), "encoder_hidden_states": noise(2, 11, 20),
-        "timestep": torch.tensor([700, 300]), "num_frames": 3, "height": 5, "width": 2,
-        "encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4, [1] * 11]),
-    }  # fmt: skip
-    return model, inputs
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {"flux": flux, "wan": wan, "ltx": ltx}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "flux": flux,
+    "wan": wan,
+    "ltx": ltx,
+    "qwen": qwen,
+}
 
 
 def errors_of_rank(models: dict[str, tuple[nn.Module, Inputs]], dims: list[ParallelDims]) -> dict[str, float]:
