@@ -13,7 +13,8 @@ step on the host; ``layer_major`` accumulation block by block; ``retry`` what fo
 memory; ``unobserved`` keeps the engine's own operations out of sight; ``modulation`` keeps what small
 frozen layers returned, ``modulation_layers`` and ``modulation_store`` say for which layers and how;
 ``planner`` and ``prediction`` decide what stays on the target, from what ``tuner`` and ``step_timer``
-measure.
+measure; ``pinning``, ``staging`` and ``shared_masters`` are the arena's limits, the way around them,
+and one host copy for several processes.
 
 ``ModelStreamer`` runs a frozen model without gradients within a budget; its files begin with
 ``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_buffers``
@@ -25,9 +26,11 @@ from .layer_major import BlockSequence, backward_layer_major
 from .manager import OffloadTrainingManager
 from .modulation import ModulationCache
 from .modulation_layers import ModulationLayers, ModulationPlan
+from .pinning import HostPinning
 from .planner import ResidencyPlan, plan_residency
 from .prediction import BucketProfile, OffloadProfile, Prediction, predict
 from .retry import retry_on_oom
+from .shared_masters import SharedMasters
 from .stats import OffloadStats
 from .step_clock import StepStats
 from .stream_block import WeightChange
@@ -42,6 +45,7 @@ from .weight_files import WeightFile
 __all__ = [
     "BlockSequence",
     "BucketProfile",
+    "HostPinning",
     "ModelStreamer",
     "ModulationCache",
     "ModulationLayers",
@@ -52,6 +56,7 @@ __all__ = [
     "OffloadTrainingManager",
     "Prediction",
     "ResidencyPlan",
+    "SharedMasters",
     "StepStats",
     "StreamConfig",
     "StreamPool",

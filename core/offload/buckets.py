@@ -81,6 +81,7 @@ class Bucket:
         self._offsets = [segment.offset_bytes for segment in segments]
         self.tensors = list({id(t): t for segment in segments for t in segment.tensors}.values())
         self.host = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.region: HostRegion | None = None
         self.slot: Slot | None = None
         self.pins = 0
         self.is_bound = False
@@ -88,8 +89,21 @@ class Bucket:
         self.is_spent = False
         self.host_lock = threading.Lock()
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether its masters were meant to be pinned and could not be."""
+        return self.region is not None and self.region.is_pageable
+
+    def is_constant(self) -> bool:
+        """Return whether it holds frozen parameters only: nothing that a forward or an optimizer changes."""
+        entries = [entry for tensor in self.tensors for entry in tensor.entries]
+        return all(entry.is_parameter for entry in entries) and not any(
+            tensor.is_trainable for tensor in self.tensors
+        )
+
     def place(self, region: HostRegion) -> None:
         """Give the masters their memory."""
+        self.region = region
         self.host = region.tensor(0, self.nbytes)
         for segment in self.segments:
             segment.host = region.tensor(segment.offset_bytes, segment.nbytes)

@@ -32,7 +32,7 @@ from .prefetch import LookAhead
 from .replacements import Replacements
 from .residency import Residency
 from .saved_tensors import SavedTensorHooks
-from .step_timer import StepTimer
+from .step_timer import IdleTimer, StepTimer
 from .store import Store
 from .transfer import make_transfer
 from .unobserved import exclusive
@@ -60,7 +60,7 @@ class Engine:
         self.host_steps = None
         if config.optimizer_on_host:
             self.host_steps = HostSteps(self.gradients, self.transfer, find=self.store.find)
-        self.timer: StepTimer | None = None
+        self.timer: StepTimer = IdleTimer()
         self.num_open_scopes = 0
         self.holding = Holding(self.residency)
         self._local = threading.local()
@@ -78,7 +78,7 @@ class Engine:
         if not scopes:
             self.settle()
             self.transfer.clock.begin(self.transfer.moved_bytes)
-            if self.timer is not None and torch._C._current_graph_task_id() == NO_TASK:
+            if torch._C._current_graph_task_id() == NO_TASK:
                 self.timer.begin("forward")
         scope = Scope()
         scopes.append(scope)
@@ -120,13 +120,12 @@ class Engine:
         """Let go of what was brought in ahead and not used (a forward that ended early)."""
         self.look_ahead.end_forward()
         self.residency.drop_cached()
-        if self.timer is not None:
-            self.timer.end("forward")
+        self.timer.end("forward")
 
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
         """Treat the body as a forward: what it reads is brought in until it ends."""
-        timer = self.watch(None)  # what is done in here is no part of a training step
+        timer = self.watch(IdleTimer())  # what is done in here is no part of a training step
         scope = self.enter(Unit("forward_scope"))
         try:
             yield
@@ -222,8 +221,7 @@ class Engine:
         if not self._tasks:
             self.look_ahead.end_backward()
             self.residency.drop_cached()
-            if self.timer is not None:
-                self.timer.end("backward")
+            self.timer.end("backward")
         thread = threading.get_ident()
         if all(other.thread_id != thread for other in self._tasks.values()):
             self.gradients.finish()
@@ -234,8 +232,8 @@ class Engine:
             self.end_task(task_id)
         self.end_task(NO_TASK)
 
-    def watch(self, timer: StepTimer | None) -> StepTimer | None:
-        """Time what happens from now on, or stop that; return the timer that ran."""
+    def watch(self, timer: StepTimer) -> StepTimer:
+        """Time what happens from now on with ``timer``; return the one before."""
         before, self.timer = self.timer, timer
         self.transfer.timer = timer
         return before
@@ -257,8 +255,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if task != NO_TASK and task not in self._tasks:
             Variable._execution_engine.queue_callback(TaskEnd(self, task))  # pyright: ignore
-            if self.timer is not None:
-                self.timer.begin("backward")
+            self.timer.begin("backward")
             self._tasks[task] = Scope()
         return task
 
@@ -300,7 +297,7 @@ class Engine:
         self.residency.pin(bucket)
         scope.buckets[id(bucket)] = bucket
         is_recompute = torch._C._current_graph_task_id() != NO_TASK
-        if self.timer is not None and not is_recompute:
+        if not is_recompute:
             self.timer.use(bucket)
         if self.holding.note(bucket):
             self.look_ahead.used(bucket, is_recompute=is_recompute)

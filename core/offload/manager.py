@@ -25,8 +25,10 @@ from .modulation import ModulationCache
 from .modulation_layers import ModulationPlan, find_layers
 from .module_dicts import ManagedDict
 from .overlapped_steps import OverlappedSteps
+from .pinning import HostPinning
 from .planner import ResidencyPlan
 from .saved_tensors import check_torch
+from .shared_masters import SharedMasters
 from .stats import OffloadStats, take_snapshot
 from .tuner import OffloadBudget, ResidencyTuner, apply_plan, lower_residency
 from .units import has_forward, module_bytes, owned_tensors, plan_units
@@ -73,6 +75,9 @@ class OffloadTrainingManager:
         budget: Keep as much on the target as this allows and a step gains by; planned from the second
             step, see ``residency_plan``. Resets PyTorch's record of peak memory once.
         plan: Keep what this says, from the start.
+        pinning: How much host memory is pinned, and by what; None: on CUDA, as much as the system and
+            ``budget`` allow.
+        shared_masters: Host memory in which the frozen weights are common to several processes.
 
     Attributes:
         modulation_cache: None unless ``modulation`` was given.
@@ -93,6 +98,8 @@ class OffloadTrainingManager:
         modulation: ModulationPlan | None = None,
         budget: OffloadBudget | None = None,
         plan: ResidencyPlan | None = None,
+        pinning: HostPinning | None = None,
+        shared_masters: SharedMasters | None = None,
     ) -> None:
         self.modulation_cache: ModulationCache | None = None
         self._engine: Engine | None = None
@@ -122,10 +129,13 @@ class OffloadTrainingManager:
                 device=config.target_device,
             )
         take_over(model, self)
-        self._attach(model, config)
-        assert self._engine is not None
+        if pinning is None and config.target_device.type == "cuda":
+            pinning = HostPinning(budget_bytes=None if budget is None else budget.pin_bytes)
+        engine = Engine(config, manager=self)
+        engine.store.pinning, engine.store.shared_masters = pinning, shared_masters
+        self._attach(model, engine)
         if budget is not None and plan is None:
-            self._tuner = ResidencyTuner(self._engine, budget)
+            self._tuner = ResidencyTuner(engine, budget)
 
     def after_backward(self) -> None:
         """Finish a backward: gradients are complete on their device, only the resident set is on the target.
@@ -221,6 +231,7 @@ class OffloadTrainingManager:
         self._holders.clear()
         self._hooked.clear()
         engine.transfer.synchronize()
+        engine.transfer.stop_staging()
         engine.store.unpin()
 
     @property
@@ -268,8 +279,7 @@ class OffloadTrainingManager:
             raise OffloadError("This OffloadTrainingManager was removed. Attach a new one.")
         return self._engine
 
-    def _attach(self, model: nn.Module, config: OffloadConfig) -> None:
-        engine = Engine(config, manager=self)
+    def _attach(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._model_ref = weakref.ref(model)
         try:
@@ -279,7 +289,7 @@ class OffloadTrainingManager:
             self.remove()
             raise
         largest = max((bucket.nbytes for bucket in engine.store.buckets), default=0)
-        limit = config.recompute_cache_bytes
+        limit = engine.config.recompute_cache_bytes
         if limit is None:
             limit = max(2 * largest, engine.store.streamed_bytes // _CACHE_SHARE)
         engine.residency.cache_limit_bytes = limit

@@ -7,7 +7,10 @@ is pinned once full; host memory peaks at the model plus one tensor.
 
 Every tensor handed out has its own ``torch`` storage, so saving one does not write the arena.
 
-What this module does not do: it never falls back. A pin that fails raises, and names the limit.
+The memory is the process's own, or any that ``reserve`` gives: ``shared_masters`` maps one file into
+several processes.
+
+What this module does not do: it decides no limit; ``pinning`` pins, or says that a chunk stays pageable.
 
 Idea: DiffSynth-Studio ``core/offload_training/memory_buffer.py``, written anew without its
 rounding and its fallbacks.
@@ -18,18 +21,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..errors import OffloadError
+from .pinning import HostPinning
 from .segments import align
 
 CHUNK_BYTES = 512 * 2**20
-
-# cudaHostRegisterPortable: pinned for every CUDA context of the process.
-_REGISTER_PORTABLE = 1
 
 
 class ArenaFullError(OffloadError):
@@ -44,6 +44,11 @@ class HostRegion:
         self._offset = offset
         self.nbytes = nbytes
 
+    @property
+    def is_pageable(self) -> bool:
+        """Whether it was to be pinned, and a limit was reached."""
+        return self._chunk.is_tried and not self._chunk.pinned_bytes
+
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return bytes ``offset .. offset + nbytes`` as uint8 ``[nbytes]`` with a storage of its own."""
         with torch.inference_mode(False):
@@ -55,12 +60,13 @@ class HostRegion:
 
 
 class _Chunk:
-    """One anonymous private mapping; unpinned before it is unmapped."""
+    """One mapping; unpinned before it is unmapped."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, memory: mmap.mmap) -> None:
         self.nbytes = nbytes
         self.used_bytes = 0
-        self.memory = _map_memory(nbytes)
+        self.memory = memory
+        self.is_tried = False
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._unpin: weakref.finalize | None = None
 
@@ -68,19 +74,14 @@ class _Chunk:
     def pinned_bytes(self) -> int:
         return self.nbytes if self._unpin is not None and self._unpin.alive else 0
 
-    def pin(self) -> None:
-        try:
-            code = _runtime().cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE)
-            torch.cuda.check_error(int(code))
-        except RuntimeError as error:
-            raise OffloadError(
-                f"Pinning {self.nbytes} bytes of host memory failed: {error}. The system limits pinned "
-                "memory (ulimit -l, the container's memory limit, or the driver). Raise that limit or free "
-                "host memory."
-            ) from error
-        # The mapping is an argument, so it cannot go before its registration.
-        self._unpin = weakref.finalize(self, _unregister, self.address, self.memory)
-        self._unpin.atexit = False
+    def pin(self, pinning: HostPinning) -> None:
+        if self.is_tried:
+            return
+        self.is_tried = True
+        if pinning.pin(self.address, self.nbytes):
+            # The mapping is an argument, so it cannot go before its registration.
+            self._unpin = weakref.finalize(self, _unpin, pinning, self.address, self.nbytes, self.memory)
+            self._unpin.atexit = False
 
     def unpin(self) -> None:
         if self._unpin is not None:
@@ -92,12 +93,21 @@ class PinnedArena:
 
     Args:
         sizes: Bytes of every region to come, in order.
-        pin: Whether to register the memory with CUDA.
+        pin: Whether to register the memory with CUDA; or what does so, within which limits.
         chunk_bytes: Upper bound of a chunk that holds more than one region.
+        reserve: Gives the memory of a chunk; None: memory of this process alone.
     """
 
-    def __init__(self, sizes: Sequence[int], *, pin: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._pin = pin
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        pin: bool | HostPinning,
+        chunk_bytes: int = CHUNK_BYTES,
+        reserve: Callable[[int], mmap.mmap] | None = None,
+    ) -> None:
+        self._pinning = HostPinning() if pin is True else (pin or None)
+        self._reserve = reserve or _map_memory
         self._planned = _plan_chunks(sizes, chunk_bytes)
         self._chunks: list[_Chunk] = []
 
@@ -116,7 +126,7 @@ class PinnedArena:
 
         Raises:
             ArenaFullError: If the arena was not made for it.
-            OffloadError: If the chunk before it, now full, cannot be pinned.
+            OffloadError: If pinning the chunk before it, now full, fails for another reason than a limit.
         """
         needed = align(nbytes)
         chunk = self._chunks[-1] if self._chunks else None
@@ -128,7 +138,8 @@ class PinnedArena:
                     f"{nbytes} bytes were asked of a host arena whose next chunk has {planned} bytes; it "
                     f"holds {self.allocated_bytes} bytes. Make the arena for all sizes that go into it."
                 )
-            chunk = _Chunk(self._planned.pop(0))
+            chunk_bytes = self._planned.pop(0)
+            chunk = _Chunk(chunk_bytes, self._reserve(chunk_bytes))
             self._chunks.append(chunk)
         region = HostRegion(chunk, chunk.used_bytes, nbytes)
         chunk.used_bytes += needed
@@ -138,13 +149,13 @@ class PinnedArena:
         """Pin the last chunk; call when everything is filled.
 
         Raises:
-            OffloadError: If it cannot be pinned.
+            OffloadError: If that fails for another reason than a limit.
         """
         self._pin_last()
 
     def unpin(self) -> None:
         """Unregister everything; the memory lives on while a tensor uses it."""
-        self._pin = False
+        self._pinning = None
         for chunk in self._chunks:
             chunk.unpin()
 
@@ -153,8 +164,8 @@ class PinnedArena:
         return any(chunk.address <= address < chunk.address + chunk.nbytes for chunk in self._chunks)
 
     def _pin_last(self) -> None:
-        if self._pin and self._chunks and not self._chunks[-1].pinned_bytes:
-            self._chunks[-1].pin()
+        if self._pinning is not None and self._chunks:
+            self._chunks[-1].pin(self._pinning)
 
 
 def _plan_chunks(sizes: Sequence[int], chunk_bytes: int) -> list[int]:
@@ -174,10 +185,6 @@ def _map_memory(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes)
 
 
-def _unregister(address: int, memory: mmap.mmap) -> None:
+def _unpin(pinning: HostPinning, address: int, nbytes: int, memory: mmap.mmap) -> None:
     del memory
-    torch.cuda.check_error(int(_runtime().cudaHostUnregister(address)))
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
+    pinning.unpin(address, nbytes)

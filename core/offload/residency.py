@@ -178,7 +178,9 @@ class Residency:
         slot.is_kept = bucket.is_kept
         with bucket.host_lock:
             slot.note_content(bucket)
-            self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease)
+            # What an optimizer may change meanwhile is copied while the lock is held.
+            is_staged = bucket.is_staged and bucket.is_constant()
+            self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease, is_staged=is_staged)
         self._by_address[slot.address] = slot
         self._count(slot, bucket.nbytes)
         self.note_peak()

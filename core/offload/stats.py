@@ -22,6 +22,7 @@ class OffloadStats:
         streamed_bytes: Managed bytes whose masters are on the host.
         slot_bytes: Target memory held for streaming, used or free.
         pinned_bytes: Host memory registered with CUDA.
+        pinning: What could be pinned and why not more, in words; empty where nothing is to be pinned.
         host_bytes: Host memory of masters and of host gradients.
         moved_to_target_bytes: Bytes copied to the target so far.
         moved_to_host_bytes: Bytes copied to the host so far (gradients and changed buffers).
@@ -48,6 +49,7 @@ class OffloadStats:
     step_s: float
     stalled_s: float
     last_step: StepStats | None
+    pinning: str = ""
 
     @property
     def bound(self) -> Bound | None:
@@ -76,4 +78,5 @@ def take_snapshot(engine: Engine, *, num_units: int) -> OffloadStats:
         step_s=clock.step_s,
         stalled_s=clock.stalled_s,
         last_step=clock.last,
+        pinning=store.pinning.report if store.pinning is not None else "",
     )

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from .buckets import Bucket
@@ -76,6 +77,25 @@ class StepTimer:
     def compute_seconds(self, kind: str) -> float:
         """Return the seconds of a kind of pass without its waiting."""
         return max(0.0, self.seconds(kind) - self.seconds(f"{kind} wait"))
+
+
+class IdleTimer(StepTimer):
+    """Measures nothing, at no cost."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    @override
+    def mark(self) -> Mark:
+        return 0.0
+
+    @override
+    def begin(self, kind: str) -> None:
+        pass
+
+    @override
+    def use(self, bucket: Bucket) -> None:
+        pass
 
 
 def _seconds(start: Mark, stop: Mark) -> float:

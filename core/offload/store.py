@@ -18,8 +18,10 @@ from .gradients import HostGradients
 from .hooks import Unit
 from .module_dicts import ManagedDict
 from .pinned_arena import HostRegion, PinnedArena
+from .pinning import HostPinning
 from .residents import ResidentSet
 from .segments import extent_bytes, group_overlapping, raw_bytes
+from .shared_masters import SharedMasters
 from .tensors import ManagedTensor, PlainTensor, SubstitutedTensor
 from .transfer import Transfer
 
@@ -37,6 +39,9 @@ class Store:
         self._config = config
         self._gradients = gradients
         self._arenas: list[PinnedArena] = []
+        self._transfer = transfer
+        self.pinning = HostPinning() if config.target_device.type == "cuda" else None
+        self.shared_masters: SharedMasters | None = None
         self._by_id: dict[int, ManagedTensor] = {}
         self.units: dict[int, Unit] = {}
         self.buckets: list[Bucket] = []
@@ -174,14 +179,28 @@ class Store:
         return buckets
 
     def _fill(self, buckets: list[Bucket]) -> None:
-        arena = self._new_arena([bucket.nbytes for bucket in buckets])
+        if self.pinning is not None:
+            self._transfer.stage_through(self.pinning)  # first, while there is something to pin
+        shared, self.shared_masters = self.shared_masters, None  # for what is there from the start
+        if shared is None:
+            self._place(buckets, None)
+        else:
+            common = [bucket for bucket in buckets if bucket.is_constant()]
+            shared.begin([(bucket.name, bucket.nbytes) for bucket in common])
+            self._place([bucket for bucket in buckets if not bucket.is_constant()], None)
+            self._place(common, shared)
+            shared.finish()
+        if not any(bucket.is_staged for bucket in self.buckets):
+            self._transfer.stop_staging()
+
+    def _place(self, buckets: list[Bucket], shared: SharedMasters | None) -> None:
+        arena = self._new_arena([bucket.nbytes for bucket in buckets], shared)
         for bucket in buckets:
             bucket.place(arena.allocate(bucket.nbytes))
             self.buckets.append(bucket)
             for tensor in bucket.tensors:
-                for leaf, (segment, layout) in zip(tensor.leaves(), tensor.places, strict=True):
-                    start = layout.offset_bytes
-                    segment.host[start : start + extent_bytes(leaf)].copy_(raw_bytes(leaf))
+                if shared is None or not shared.is_filled:
+                    _copy_in(tensor)
                 tensor.attach()
                 self._register(tensor)
         arena.seal()
@@ -208,10 +227,17 @@ class Store:
         arena.seal()
         return region
 
-    def _new_arena(self, sizes: list[int]) -> PinnedArena:
-        arena = PinnedArena(sizes, pin=self._config.target_device.type == "cuda")
+    def _new_arena(self, sizes: list[int], shared: SharedMasters | None = None) -> PinnedArena:
+        reserve = None if shared is None else shared.reserve
+        arena = PinnedArena(sizes, pin=self.pinning or False, reserve=reserve)
         self._arenas.append(arena)
         return arena
+
+
+def _copy_in(tensor: ManagedTensor) -> None:
+    for leaf, (segment, layout) in zip(tensor.leaves(), tensor.places, strict=True):
+        start = layout.offset_bytes
+        segment.host[start : start + extent_bytes(leaf)].copy_(raw_bytes(leaf))
 
 
 def _segments_of(tensors: Sequence[ManagedTensor]) -> list[Segment]:

@@ -18,22 +18,14 @@ import time
 import torch
 from typing_extensions import override
 
+from .leases import Arrival, CudaArrival, CudaLease, Lease
+from .pinning import HostPinning
+from .staging import Stager
 from .step_clock import Mark, StepClock
-from .step_timer import StepTimer
+from .step_timer import IdleTimer, StepTimer
 
 # What the link gives from memory that is not pinned, as a share of what it gives from pinned memory.
 _PAGEABLE_SHARE = 0.25
-
-
-class Lease:
-    """The stream bookkeeping of one slot; on the CPU there is nothing to keep."""
-
-
-class Arrival:
-    """Says when bytes that were sent to the host can be read there; on the CPU at once."""
-
-    def wait(self) -> None:
-        """Return once they are there."""
 
 
 class Transfer:
@@ -50,9 +42,25 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.clock = StepClock(device)
-        self.timer: StepTimer | None = None
+        self.timer: StepTimer = IdleTimer()
         self.moved_to_target_bytes = 0
         self.moved_to_host_bytes = 0
+        self._stager: Stager | None = None
+
+    def stage_through(self, pinning: HostPinning) -> None:
+        """Take the pinned buffers through which memory that is not pinned is copied."""
+        if self._stager is None:
+            self._stager = Stager(self._stream, pinning)
+
+    def stop_staging(self) -> None:
+        """Give those buffers back; no copy through them may be needed any more."""
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.close()
+
+    @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        return None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return new target memory, uint8 ``[nbytes]``."""
@@ -63,24 +71,42 @@ class Transfer:
         """Return the bookkeeping for memory that ``allocate`` just gave."""
         return Lease()
 
-    def start(self, source: torch.Tensor, destination: torch.Tensor, lease: Lease) -> None:
-        """Begin copying host bytes to a slot, once nobody reads what is in it."""
+    def start(
+        self, source: torch.Tensor, destination: torch.Tensor, lease: Lease, *, is_staged: bool = False
+    ) -> None:
+        """Begin copying host bytes to a slot, once nobody reads what is in it.
+
+        Args:
+            source: uint8 ``[n]`` on the host.
+            destination: The slot's memory, uint8 ``[n]``.
+            lease: The slot's bookkeeping.
+            is_staged: Whether to go through the pinned buffers, if there are any; ``source`` must not
+                change until somebody waits for the copy.
+        """
         self.moved_to_target_bytes += source.numel()
+        lease.settle()
         begin = self._begin_wait()
-        self._copy_now(source, destination)
+        if is_staged and self._stager is not None:
+            lease.staged = self._stager.copy(source, destination, when_started=lambda: None)
+        else:
+            self._copy_now(source, destination)
         self._end_wait(begin)
 
     def wait(self, lease: Lease) -> None:
         """Make the current stream wait until the slot's copy is done."""
+        lease.settle()
 
     def finish(self, lease: Lease) -> None:
         """Make the host wait until the slot's copy is done."""
+        lease.settle()
 
     def retire(self, lease: Lease) -> None:
         """Note that everything launched so far was the last use of the slot's content."""
+        lease.settle()
 
     def discard(self, memory: torch.Tensor, lease: Lease) -> None:
         """Prepare slot memory for going back to the allocator."""
+        lease.settle()
 
     def write_back(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy changed target bytes to the host; they are there when this returns."""
@@ -104,6 +130,8 @@ class Transfer:
 
     def synchronize(self) -> None:
         """Wait for every copy, before host memory is unpinned."""
+        if self._stager is not None:
+            self._stager.drain()
 
     def measure_link(self, source: torch.Tensor, *, num_copies: int) -> float:
         """Return the bytes a second of a copy of ``source`` to the target, the median of several."""
@@ -121,34 +149,15 @@ class Transfer:
         """Bytes copied so far, to the target and to the host."""
         return self.moved_to_target_bytes, self.moved_to_host_bytes
 
-    def _begin_wait(self) -> tuple[Mark, Mark | None]:
-        return self.clock.mark(), None if self.timer is None else self.timer.mark()
+    def _begin_wait(self) -> tuple[Mark, Mark]:
+        return self.clock.mark(), self.timer.mark()
 
-    def _end_wait(self, begin: tuple[Mark, Mark | None]) -> None:
+    def _end_wait(self, begin: tuple[Mark, Mark]) -> None:
         self.clock.waited(begin[0])
-        if self.timer is not None and begin[1] is not None:
-            self.timer.waited(begin[1])
+        self.timer.waited(begin[1])
 
     def _copy_now(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         destination.copy_(source)
-
-
-class _CudaArrival(Arrival):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Blocking: a spinning wait would take a core from the optimizer.
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record(stream)
-
-    @override
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-class _CudaLease(Lease):
-    def __init__(self) -> None:
-        self.copied = torch.cuda.Event()
-        self.readers: dict[int, torch.cuda.Stream] = {}
-        self.free_events: list[torch.Event] = []
 
 
 class CudaTransfer(Transfer):
@@ -163,28 +172,37 @@ class CudaTransfer(Transfer):
 
     @override
     def open_lease(self) -> Lease:
-        lease = _CudaLease()
+        lease = CudaLease()
         # The allocator may have taken this memory back from kernels that still run on this stream.
         lease.free_events.append(self._record_current())
         return lease
 
     @override
-    def start(self, source: torch.Tensor, destination: torch.Tensor, lease: Lease) -> None:
-        assert isinstance(lease, _CudaLease)
+    def start(
+        self, source: torch.Tensor, destination: torch.Tensor, lease: Lease, *, is_staged: bool = False
+    ) -> None:
+        assert isinstance(lease, CudaLease)
         self.moved_to_target_bytes += source.numel()
+        lease.settle()
         for event in lease.free_events:
             self.copy_stream.wait_event(event)
         lease.free_events.clear()
         lease.readers.clear()
+        if is_staged and self._stager is not None:
+            lease.staged = self._stager.copy(
+                source, destination, when_started=lambda: lease.copied.record(self.copy_stream)
+            )
+            return
         with torch.cuda.stream(self.copy_stream):
             destination.copy_(source, non_blocking=True)
         lease.copied.record(self.copy_stream)
 
     @override
     def wait(self, lease: Lease) -> None:
-        assert isinstance(lease, _CudaLease)
+        assert isinstance(lease, CudaLease)
         stream = torch.cuda.current_stream(self.device)
         if stream.cuda_stream not in lease.readers:
+            lease.settle()
             lease.readers[stream.cuda_stream] = stream
             begin = None if lease.copied.query() else self._begin_wait()
             stream.wait_event(lease.copied)
@@ -193,19 +211,22 @@ class CudaTransfer(Transfer):
 
     @override
     def finish(self, lease: Lease) -> None:
-        assert isinstance(lease, _CudaLease)
+        assert isinstance(lease, CudaLease)
+        lease.settle()
         lease.copied.synchronize()
 
     @override
     def retire(self, lease: Lease) -> None:
-        assert isinstance(lease, _CudaLease)
+        assert isinstance(lease, CudaLease)
+        lease.settle()
         current = torch.cuda.current_stream(self.device)
         readers = {**lease.readers, current.cuda_stream: current}
         lease.free_events = [stream.record_event() for stream in readers.values()]
 
     @override
     def discard(self, memory: torch.Tensor, lease: Lease) -> None:
-        assert isinstance(lease, _CudaLease)
+        assert isinstance(lease, CudaLease)
+        lease.settle()
         for stream in (self.copy_stream, *lease.readers.values()):
             memory.record_stream(stream)
 
@@ -221,7 +242,7 @@ class CudaTransfer(Transfer):
         with torch.no_grad(), torch.cuda.stream(self.gradient_stream):
             host.copy_(gradient, non_blocking=True)
         gradient.record_stream(self.gradient_stream)
-        return _CudaArrival(self.gradient_stream)
+        return CudaArrival(self.gradient_stream)
 
     @override
     def finish_gradients(self) -> None:
@@ -229,8 +250,14 @@ class CudaTransfer(Transfer):
 
     @override
     def synchronize(self) -> None:
+        super().synchronize()
         self.copy_stream.synchronize()
         self.gradient_stream.synchronize()
+
+    @property
+    @override
+    def _stream(self) -> torch.cuda.Stream | None:
+        return self.copy_stream
 
     @override
     def _copy_now(self, source: torch.Tensor, destination: torch.Tensor) -> None:

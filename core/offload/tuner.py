@@ -21,7 +21,7 @@ from ..errors import RequestError
 from ..log import get_logger
 from .planner import GB, ResidencyPlan, correct, plan_residency
 from .prediction import BucketProfile, OffloadProfile
-from .step_timer import StepTimer
+from .step_timer import IdleTimer, StepTimer
 from .unobserved import run_unobserved
 
 if TYPE_CHECKING:
@@ -140,10 +140,9 @@ class ResidencyTuner:
         self._num_steps += 1
         step_s, timer = self._stop()
         if self._num_steps == 2:
-            assert timer is not None
             self._profile = self._measure(timer, step_s)
             self._apply(self._profile)
-        elif self._num_steps > 3 and timer is not None:  # the third brings in what stays
+        elif self._num_steps > 3:  # the third brings in what stays
             passes_s = sum(timer.compute_seconds(kind) for kind in ("forward", "backward"))
             self._timed.append((step_s, passes_s))
         if len(self._timed) == _NUM_TIMED_STEPS:
@@ -164,10 +163,10 @@ class ResidencyTuner:
         self._engine.watch(StepTimer(self._device))
         self._started_s = time.perf_counter()
 
-    def _stop(self) -> tuple[float, StepTimer | None]:
+    def _stop(self) -> tuple[float, StepTimer]:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - self._started_s, self._engine.watch(None)
+        return time.perf_counter() - self._started_s, self._engine.watch(IdleTimer())
 
     def _apply(self, profile: OffloadProfile) -> None:
         budget_bytes = self._budget.vram_bytes(self._device)
