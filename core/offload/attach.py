@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _log = get_logger("offload")
 
 
+# Weights kept between recompute and backward: room for two of the largest units, or this share.
+_CACHE_SHARE = 32
+
+
 def check_request(model: nn.Module, config: OffloadConfig) -> None:
     """Check every tensor before anything changes, an earlier manager included."""
     entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
@@ -95,3 +99,14 @@ def set_dict(module: nn.Module, tensors: dict, *, is_parameters: bool) -> None:
     """Make ``tensors`` the module's parameters or buffers."""
     # Not setattr: nn.Module would look at the value.
     module.__dict__["_parameters" if is_parameters else "_buffers"] = tensors
+
+
+def set_limits(engine: Engine) -> None:
+    """Give a filled engine the room for what it streams, and count what is resident."""
+    largest = max((bucket.nbytes for bucket in engine.store.buckets), default=0)
+    limit = engine.config.recompute_cache_bytes
+    if limit is None:
+        limit = max(2 * largest, engine.store.streamed_bytes // _CACHE_SHARE)
+    engine.residency.cache_limit_bytes = limit
+    engine.residency.resident_set_bytes = engine.store.residents.nbytes
+    engine.residency.note_peak()

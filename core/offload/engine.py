@@ -32,7 +32,7 @@ from .prefetch import LookAhead
 from .replacements import Replacements
 from .residency import Residency
 from .saved_tensors import SavedTensorHooks
-from .step_timer import IdleTimer, StepTimer
+from .step_timer import IdleTimer, StepTimer, watch
 from .store import Store
 from .transfer import make_transfer
 from .unobserved import exclusive
@@ -125,13 +125,13 @@ class Engine:
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
         """Treat the body as a forward: what it reads is brought in until it ends."""
-        timer = self.watch(IdleTimer())  # what is done in here is no part of a training step
+        timer = watch(self, IdleTimer())  # what is done in here is no part of a training step
         scope = self.enter(Unit("forward_scope"))
         try:
             yield
         finally:
             self.leave(scope)
-            self.watch(timer)
+            watch(self, timer)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -231,12 +231,6 @@ class Engine:
         for task_id in list(self._tasks):
             self.end_task(task_id)
         self.end_task(NO_TASK)
-
-    def watch(self, timer: StepTimer) -> StepTimer:
-        """Time what happens from now on with ``timer``; return the one before."""
-        before, self.timer = self.timer, timer
-        self.transfer.timer = timer
-        return before
 
     # Shared
 

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from ..errors import OffloadError, RequestError
 from ..module_hooks import install_hook, remove_hook
-from .attach import check_request, collect, make_dicts, make_units, set_dict, take_over
+from .attach import check_request, collect, make_dicts, make_units, set_dict, set_limits, take_over
 from .checks import check_model
 from .config import OffloadConfig
 from .engine import Engine
 from .hooks import HOOK_NAME, UnitHook
-from .modulation import ModulationCache
-from .modulation_layers import ModulationPlan, find_layers
+from .modulation import ModulationCache, make_cache
+from .modulation_layers import ModulationPlan
 from .module_dicts import ManagedDict
 from .overlapped_steps import OverlappedSteps
 from .pinning import HostPinning
@@ -33,9 +33,6 @@ from .stats import OffloadStats, take_snapshot
 from .tuner import OffloadBudget, ResidencyTuner, apply_plan, lower_residency
 from .units import has_forward, module_bytes, owned_tensors, plan_units
 from .unobserved import unobserved
-
-# Weights kept between recompute and backward: room for two of the largest units, or this share.
-_CACHE_SHARE = 32
 
 
 class OffloadTrainingManager:
@@ -75,8 +72,7 @@ class OffloadTrainingManager:
         budget: Keep as much on the target as this allows and a step gains by; planned from the second
             step, see ``residency_plan``. Resets PyTorch's record of peak memory once.
         plan: Keep what this says, from the start.
-        pinning: How much host memory is pinned, and by what; None: on CUDA, as much as the system and
-            ``budget`` allow.
+        pinning: What pins host memory, and how much; None: on CUDA, all that the limits allow.
         shared_masters: Host memory in which the frozen weights are common to several processes.
 
     Attributes:
@@ -122,12 +118,7 @@ class OffloadTrainingManager:
         if budget is not None:
             budget.check_host(module_bytes(model))
         if modulation is not None:
-            self.modulation_cache = ModulationCache(
-                find_layers(model, modulation),
-                limit_bytes=modulation.limit_bytes,
-                open_scope=self.forward_scope,
-                device=config.target_device,
-            )
+            self.modulation_cache = make_cache(model, modulation, self.forward_scope, config.target_device)
         take_over(model, self)
         if pinning is None and config.target_device.type == "cuda":
             pinning = HostPinning(budget_bytes=None if budget is None else budget.pin_bytes)
@@ -288,13 +279,7 @@ class OffloadTrainingManager:
         except BaseException:
             self.remove()
             raise
-        largest = max((bucket.nbytes for bucket in engine.store.buckets), default=0)
-        limit = engine.config.recompute_cache_bytes
-        if limit is None:
-            limit = max(2 * largest, engine.store.streamed_bytes // _CACHE_SHARE)
-        engine.residency.cache_limit_bytes = limit
-        engine.residency.resident_set_bytes = engine.store.residents.nbytes
-        engine.residency.note_peak()
+        set_limits(engine)
         if self._plan is not None:
             apply_plan(engine, self._plan)
 

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from ..errors import RequestError
 from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
-from .modulation_layers import CachedLayer
+from .modulation_layers import CachedLayer, ModulationPlan, find_layers
 from .modulation_store import InputKey, InputKeys, OutputStore
 
 Scope = Callable[[], AbstractContextManager[None]]
@@ -239,3 +239,15 @@ class _LayerHook(ModuleHook):
 
 def _is_plain(value: Any) -> bool:
     return type(value) is Tensor and value.layout == torch.strided and torch._C._has_storage(value)
+
+
+def make_cache(
+    model: nn.Module, plan: ModulationPlan, open_scope: Scope, device: torch.device
+) -> ModulationCache:
+    """Return the cache of a model, not installed yet.
+
+    Raises:
+        RequestError: If the plan does not fit the model.
+    """
+    layers = find_layers(model, plan)
+    return ModulationCache(layers, limit_bytes=plan.limit_bytes, open_scope=open_scope, device=device)

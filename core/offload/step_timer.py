@@ -16,6 +16,7 @@ from typing_extensions import override
 
 if TYPE_CHECKING:
     from .buckets import Bucket
+    from .engine import Engine
 
 Mark = float | torch.cuda.Event
 
@@ -96,6 +97,13 @@ class IdleTimer(StepTimer):
     @override
     def use(self, bucket: Bucket) -> None:
         pass
+
+
+def watch(engine: Engine, timer: StepTimer) -> StepTimer:
+    """Time what an engine does from now on with ``timer``; return the one before."""
+    before, engine.timer = engine.timer, timer
+    engine.transfer.timer = timer
+    return before
 
 
 def _seconds(start: Mark, stop: Mark) -> float:

@@ -21,7 +21,7 @@ from ..errors import RequestError
 from ..log import get_logger
 from .planner import GB, ResidencyPlan, correct, plan_residency
 from .prediction import BucketProfile, OffloadProfile
-from .step_timer import IdleTimer, StepTimer
+from .step_timer import IdleTimer, StepTimer, watch
 from .unobserved import run_unobserved
 
 if TYPE_CHECKING:
@@ -160,13 +160,13 @@ class ResidencyTuner:
             torch.cuda.synchronize(self._device)
             if self._num_steps == 1:
                 torch.cuda.reset_peak_memory_stats(self._device)
-        self._engine.watch(StepTimer(self._device))
+        watch(self._engine, StepTimer(self._device))
         self._started_s = time.perf_counter()
 
     def _stop(self) -> tuple[float, StepTimer]:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - self._started_s, self._engine.watch(IdleTimer())
+        return time.perf_counter() - self._started_s, watch(self._engine, IdleTimer())
 
     def _apply(self, profile: OffloadProfile) -> None:
         budget_bytes = self._budget.vram_bytes(self._device)
