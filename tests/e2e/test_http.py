@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ferry_support.comfy_server import ComfyServer
+from ferry_support.comfy_server import PACK, ComfyServer
 from ferry_support.graph_to_prompt import graph_to_prompt
 from ferry_support.prompt_run import PromptError, PromptResult, run_prompt
 from PIL import Image
@@ -132,6 +132,29 @@ def assert_same_latents(server: ComfyServer, result: PromptResult) -> None:
     parallel, single = saved_latents(server, result)
     assert single.abs().max() > 0.1
     assert (parallel - single).abs().max() <= 1e-5 * single.abs().max()
+
+
+def test_pictures_become_a_lora_and_a_second_run_encodes_nothing(server: ComfyServer) -> None:
+    graph = json.loads((PACK / "workflows" / "pictures_to_lora.json").read_text(encoding="utf-8"))
+    prompt = graph_to_prompt(graph, server.get("/object_info"))
+    only(prompt, "FerryTrainLoraOffload")["steps"] = 3
+    prompt[node_id(prompt, "CLIPLoader")] |= {"class_type": "FerryTestTinyClip", "inputs": {}}
+    caching, training = (
+        node_id(prompt, f"Ferry{name}") for name in ("CacheTrainingData", "TrainLoraOffload")
+    )
+
+    before = files_below(server.base / "output" / "loras")
+    first = run_prompt(server, prompt)
+    pictures = len(list((server.base / "input" / "ferry_style").glob("*.png")))
+    # Each picture, the one caption that all share, and the empty one for dropped captions.
+    assert first.outputs[caching]["text"][0].startswith(f"{pictures + 2} encoded, 0 found")
+    assert "Wan 2.1 and 2.2: rank 32 (auto)" in first.outputs[training]["text"][0]
+    (lora,) = files_below(server.base / "output" / "loras") - before
+    assert "pictures" in lora.name
+
+    only(prompt, "FerryLoadTrainingFolder")["repeats"] = 2
+    second = run_prompt(server, only_outputs_behind(prompt, caching))
+    assert second.outputs[caching]["text"][0].startswith(f"0 encoded, {pictures + 2} found")
 
 
 def test_workflow_trains_a_lora_that_changes_the_picture(server: ComfyServer, prompt: Prompt) -> None:

@@ -1,4 +1,4 @@
-"""Write ``workflows/train_and_sample.json``: ``python -m support.make_workflow`` in the folder ``tests``.
+"""Write the files in ``workflows``: ``python -m support.make_workflow`` in the folder ``tests``.
 
 A script, so that the order of the nodes' widgets is always that of the nodes; the positions and the
 notes are for the person who opens the file.
@@ -15,6 +15,7 @@ from .comfy_server import PACK, ComfyServer
 from .graph_builder import GraphBuilder, Output
 
 WORKFLOW = PACK / "workflows" / "train_and_sample.json"
+CACHING_WORKFLOW = PACK / "workflows" / "pictures_to_lora.json"
 _SEED = 7
 _TRAINING = """## 1. Train a LoRA
 
@@ -32,6 +33,67 @@ _SAMPLING = """## 2. Sample with it, in parallel
 machine without GPUs the workers are CPU processes. It accepts any MODEL with its LoRAs applied.
 
 Below, the stock KSampler draws the same seed without the LoRA, to see the difference."""
+
+
+_CACHING = """## From a folder of pictures to a LoRA
+
+1. Put pictures into a folder below `input`, each with a caption in a text file of its name (`cat.png`,
+   `cat.txt`), and choose the folder in *Load Training Folder*. Whatever is wrong is listed by file name.
+2. *Cache Training Data* encodes pictures and captions once. Running it again encodes nothing, and text
+   encoder and VAE leave the GPU before the training.
+3. *Train LoRA (Offload)*: leave `learning_rate`, `rank` and `alpha` at 0 and the other choices at auto to
+   get what suits the model's family; the node's text says which values were taken.
+
+The loaders name the tiny model of `./run demo` and a text encoder that you have to choose."""
+
+
+def build_caching_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
+    """Return the graph: a folder of pictures, encoded once to disk, then trained on.
+
+    Args:
+        object_info: The server's answer to ``GET /object_info``.
+    """
+    builder = GraphBuilder(object_info)
+    (model,) = builder.add(
+        "UNETLoader", (40, 100), unet_name="ferry_tiny_wan.safetensors", weight_dtype="default"
+    )
+    (clip,) = builder.add(
+        "CLIPLoader", (40, 240), clip_name="umt5_xxl_fp8_e4m3fn_scaled.safetensors", type="wan"
+    )
+    (vae,) = builder.add("VAELoader", (40, 420), vae_name="ferry_tiny_wan_vae.safetensors")
+    builder.group("Models", (20, 30, 360, 480), "#3f789e")
+    (training_set,) = builder.add(
+        "FerryLoadTrainingFolder",
+        (420, 100),
+        node_size=(360, 360),
+        folder="ferry_style",
+        resolution=64,
+        default_caption="the digit 3 in blue on yellow",
+        caption_dropout=0.05,
+    )
+    (data,) = builder.add(
+        "FerryCacheTrainingData",
+        (420, 520),
+        node_size=(360, 160),
+        training_set=training_set,
+        clip=clip,
+        vae=vae,
+    )
+    _lora, losses, _steps = builder.add(
+        "FerryTrainLoraOffload",
+        (820, 100),
+        node_size=(360, 1100),
+        model=model,
+        training_data=data,
+        steps=120,
+        seed=_SEED,
+        save_prefix="loras/ferry_pictures",
+        batch_size=8,
+    )
+    builder.add("LossGraphNode", (1220, 100), node_size=(360, 400), loss=losses, filename_prefix="loss_graph")
+    builder.note(_CACHING, (1220, 560), (360, 520))
+    builder.group("Pictures, cache, LoRA", (400, 30, 1200, 1190), "#8a6d3b")
+    return builder.graph()
 
 
 def build_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
@@ -141,10 +203,11 @@ def _add_sampling(
 
 
 def main() -> None:
-    """Ask a server for its nodes and write the file."""
+    """Ask a server for its nodes and write the files."""
     with tempfile.TemporaryDirectory() as base, ComfyServer(Path(base)) as server:
-        graph = build_workflow(server.get("/object_info"))
-    WORKFLOW.write_text(json.dumps(graph, indent=2) + "\n", encoding="utf-8")
+        object_info = server.get("/object_info")
+    for path, build in ((WORKFLOW, build_workflow), (CACHING_WORKFLOW, build_caching_workflow)):
+        path.write_text(json.dumps(build(object_info), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
