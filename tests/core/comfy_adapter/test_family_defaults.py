@@ -175,3 +175,36 @@ def test_prompts_from_before_these_inputs_still_work():
     later = ("timestep_sampling", "timestep_shift", "loss_weighting", "guidance", "noise_range")
     values = {name: value for name, value in node_values().items() if name not in later}
     assert TrainingRequest.from_widgets(fill_auto(PATCHERS["wan"].build(), values).values).levels.is_whole
+
+
+NEWER_FLUX = {
+    "FLUX.2-klein": ("Flux2", {
+        "image_model": "flux2", "in_channels": 128, "out_channels": 128, "vec_in_dim": None, "patch_size": 1,
+        "context_in_dim": 60, "mlp_ratio": 3.0, "axes_dim": [4] * 4, "theta": 2000, "qkv_bias": False,
+        "guidance_embed": False, "txt_ids_dims": [3], "ops_bias": False, "global_modulation": True,
+        "mlp_silu_act": True, "default_ref_method": "index", "ref_index_scale": 10.0,
+    }),
+    "LongCat-Image": ("LongCatImage", {
+        "vec_in_dim": None, "context_in_dim": 3584, "guidance_embed": False, "txt_ids_dims": [1, 2],
+    }),
+    "Ovis-Image": ("FluxSchnell", {
+        "vec_in_dim": None, "context_in_dim": 2048, "guidance_embed": False, "txt_ids_dims": [1, 2],
+        "yak_mlp": True, "txt_norm": True,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEWER_FLUX)
+def test_the_newer_families_of_the_flux_class_are_told_apart(name):
+    from ferry_support.tiny_models import is_newer_comfyui
+    from ferry_support.tiny_patchers import build_patcher
+
+    if not is_newer_comfyui():
+        pytest.skip("this ComfyUI has no such models")
+    flux = {
+        "image_model": "flux", "in_channels": 16, "out_channels": 16, "hidden_size": 48, "mlp_ratio": 4.0,
+        "num_heads": 3, "depth": 1, "depth_single_blocks": 1, "axes_dim": [4, 6, 6], "theta": 10000,
+        "patch_size": 2, "qkv_bias": True,
+    }  # fmt: skip
+    kind, changes = NEWER_FLUX[name]
+    assert fill("flux", build_patcher(kind, flux | changes)).plan.startswith(f"{name}: rank 16 (auto)")
