@@ -58,7 +58,7 @@ class WeightFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("rb")
+            self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise _refusal(path, f"It cannot be opened ({error.strerror})", "Check the file") from error
         try:
@@ -96,9 +96,10 @@ class WeightFile:
             return False
         array: Any = destination.numpy()
         view = memoryview(array)
+        self._file.seek(offset)
         done = 0
         while done < len(view):
-            count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
+            count = self._file.readinto(view[done:])
             if not count:
                 raise OffloadError(f"{self.path} has become shorter since it was opened. Load it again.")
             done += count
@@ -121,7 +122,7 @@ def _refusal(path: Path, limit: str, way_out: str = "Download or save the file a
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(file.read(8), "little")
+    length = int.from_bytes(file.read(8), "little")  # fewer bytes than 8 are caught by the next line
     if size < 8 or length > size - 8:
         raise _refusal(path, f"It has {size} bytes, fewer than its own header says: it is not whole")
     if length > _MAX_HEADER_BYTES:
