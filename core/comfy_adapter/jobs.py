@@ -54,7 +54,10 @@ class _Models:
         self.models[token].set_force_cast(force_cast)
         return self.models[token].apply_patches(patches)
 
-    def forward(self, token: int, arguments: Mapping[str, Any]) -> Any:
+    def forward(
+        self, token: int, arguments: Mapping[str, Any], fresh: Mapping[str, torch.Tensor], forget: list[int]
+    ) -> Any:
+        self.models[token].keep(fresh, forget)
         output = self.models[token].forward(arguments)
         # Every rank of the branch holds the whole output; one copy back is enough.
         return output if self.layout.speaks else None

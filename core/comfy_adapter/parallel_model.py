@@ -219,6 +219,11 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
         """Undo object patches; no weight of this process was patched."""
         super().unpatch_model(None, unpatch_weights=False)
 
+    def cleanup(self) -> None:
+        """Let go of one sampling's prompts; called by ComfyUI after it."""
+        super().cleanup()
+        self.run.end_sampling()
+
     def register_all_hook_patches(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse conditionings that bring their own weights (LoRA hooks)."""
         registered = super().register_all_hook_patches(*args, **kwargs)

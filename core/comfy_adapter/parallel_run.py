@@ -62,6 +62,12 @@ class ParallelRun:
         group = current_group(self.dims, self.devices)
         return 0 if group is None or self.token is None else group.loaded_bytes(self.token)
 
+    def end_sampling(self) -> None:
+        """Let go of what was kept for one sampling."""
+        group = current_group(self.dims, self.devices)
+        if group is not None and self.token is not None:
+            group.end_sampling(self.token)
+
     def forward(self, arguments: dict[str, Any]) -> Any:
         """Run one denoiser call on a free branch; waits while checking ComfyUI's interrupt."""
         group = self._group()

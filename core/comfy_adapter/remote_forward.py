@@ -43,7 +43,7 @@ class RemoteForward:
         arguments["transformer_options"] = sendable_options(options)
         x = arguments["x"]
         device = (x[0] if isinstance(x, list) else x).device  # video with audio is a list of latents
-        output = self.run.forward(_to_cpu(arguments))
+        output = self.run.forward(arguments)
         return _to_device(output, device)
 
 
@@ -107,16 +107,6 @@ def _flatten(bound: inspect.BoundArguments) -> dict[str, Any]:
         else:
             arguments[name] = value
     return arguments
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_cpu(item) for item in value)
-    return value
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -28,6 +28,7 @@ from .capacity import check_gpu_room, check_gpu_size, check_host
 from .host_weights import HostWeights
 from .model_export import class_path, comfyui_arguments, describe_model
 from .patch_messages import encode_patches
+from .sent_tensors import SentTensors
 
 _log = get_logger("workers")
 
@@ -38,6 +39,7 @@ class _Loaded:
 
     patches_uuid: Any = None
     num_bytes: int = 0
+    sent: dict[int, SentTensors] = field(default_factory=dict)  # by branch
 
 
 @dataclass
@@ -84,8 +86,17 @@ class WorkerGroup:
     def forward(self, branch: int, token: int, arguments: dict[str, Any], *, poll: Callable[[], None]) -> Any:
         """Run one denoiser call on a branch's ranks and return the first rank's output (on the CPU)."""
         ranks = self.branch_ranks(branch)
-        payload = {"token": token, "arguments": arguments}
-        return self.pool.submit("forward", payload, ranks=ranks).wait(poll=poll)[ranks[0]]
+        sent = self.loaded[token].sent.setdefault(branch, SentTensors())
+        packed = sent.pack(arguments)
+        call = self.pool.submit("forward", {"token": token, **vars(packed)}, ranks=ranks)
+        sent.commit()
+        return call.wait(poll=poll)[ranks[0]]
+
+    def end_sampling(self, token: int) -> None:
+        """Keep a sampling's prompts and the like no longer."""
+        if token in self.loaded:
+            for sent in self.loaded[token].sent.values():
+                sent.clear()
 
     def close(self) -> None:
         """Stop the workers."""

@@ -26,6 +26,7 @@ from ..plans import find_plan
 from . import quantized
 from .model_export import innermost_forward, named_parameters
 from .patch_messages import PREFIX, decode_patches
+from .sent_tensors import unpack
 
 
 class WorkerModel:
@@ -55,6 +56,7 @@ class WorkerModel:
         self.shards = None if tensor is None else tensor.shards
         self._assign()
         self.patched: set[str] = set()
+        self.kept: dict[int, torch.Tensor] = {}
         self.casting = {
             layer: bool(layer.comfy_cast_weights)
             for layer in self.module.modules()
@@ -87,6 +89,12 @@ class WorkerModel:
         for layer, built in self.casting.items():
             setattr(layer, "comfy_cast_weights", force or built)  # noqa: B010 - an attribute of ComfyUI's layers
 
+    def keep(self, fresh: Mapping[str, torch.Tensor], forget: list[int]) -> None:
+        """Keep what later calls name by number (see ``sent_tensors``), and forget what none will."""
+        for number in forget:
+            del self.kept[number]
+        self.kept |= {int(number): tensor.to(self.device) for number, tensor in fresh.items()}
+
     def forward(self, arguments: Mapping[str, Any]) -> Any:
         """Run the model's innermost forward; all ranks of the group must call it together.
 
@@ -96,7 +104,7 @@ class WorkerModel:
         Returns:
             What it returns, on the CPU.
         """
-        moved = _map_tensors(dict(arguments), lambda tensor: tensor.to(self.device))
+        moved = unpack(dict(arguments), self.kept, lambda tensor: tensor.to(self.device))
         own_forward: Any = getattr(self.module, innermost_forward(self.module))
         with torch.inference_mode():
             if self.handle is None:

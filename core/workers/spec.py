@@ -42,7 +42,7 @@ class Deadlines:
     start_s: float = 120.0
     call_s: float = 600.0
     collective_s: float = 300.0
-    stall_s: float = 3.0
+    stall_s: float = 2.5
     heartbeat_s: float = 15.0
     close_s: float = 3.0
 

@@ -39,6 +39,9 @@ class _Jobs:
     def job_echo(self, value):
         return value
 
+    def job_first_returns(self, value):
+        return value if self.context.rank == 0 else None
+
     def job_describe(self):
         return {
             "rank": self.context.rank,

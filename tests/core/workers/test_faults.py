@@ -24,7 +24,7 @@ from ferry_support import forked_workers
 from ferry_support.worker_specs import cpu_spec, exists, open_files, pids, wait_until_gone
 
 LIMIT_S = 5.0
-# The default is 3 s; a second here keeps the suite short.
+# The default is 2.5 s; less here keeps the suite short.
 SHORT = Deadlines(start_s=60, call_s=60, collective_s=60, stall_s=0.6, heartbeat_s=30, close_s=1.0)
 TOLD = {
     "kill": "worker rank 1 was killed by SIGKILL",
@@ -70,9 +70,11 @@ def _parent(stat: Path) -> int:
 
 
 def assert_found(begin: float, error: BaseException, kind: str, processes: list[int]) -> None:
-    assert time.monotonic() - begin < LIMIT_S
+    seconds = time.monotonic() - begin
+    assert seconds < LIMIT_S
     assert not any(exists(pid) for pid in processes)
     text = str(error)
+    print(f"{seconds:.1f} s: {text.splitlines()[0]}")  # what docs/reliability.md lists
     assert TOLD[kind] in text.splitlines()[0], text
     assert TRACED[kind] in text.partition("--- rank 1")[2], text
 
