@@ -1,0 +1,296 @@
+"""Train LoRA (Offload) beside ComfyUI's own Train LoRA: same model, data and steps.
+
+    python benchmarks/train_nodes.py --comfyui PATH --model flux --steps 5 --out results
+    python benchmarks/train_nodes.py --comfyui PATH --model tiny --device cpu
+
+Each row runs in a process of its own, so one that fails does not end the others. Seconds a step are the
+difference of a long and a short run; peaks are ``torch.cuda.max_memory_allocated`` and the process's
+largest resident set. The gradient error is that of all LoRA gradients of one step against plain autograd
+in fp32 with the LoRA merged into the weights, for the inputs and the output gradient that the node used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+ROOT = Path(__file__).resolve().parents[1]
+FLUX = {
+    "image_model": "flux", "in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096,
+    "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19, "depth_single_blocks": 38,
+    "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": True,
+    "txt_ids_dims": [],
+}  # fmt: skip
+TINY = FLUX | {
+    "vec_in_dim": 24, "context_in_dim": 40, "hidden_size": 48, "num_heads": 3, "depth": 2,
+    "depth_single_blocks": 2, "axes_dim": [4, 6, 6],
+}  # fmt: skip
+# Configuration, dtype of the weights, latent side, text tokens.
+MODELS = {"flux": (FLUX, torch.bfloat16, 128, 512), "tiny": (TINY, torch.float32, 8, 7)}
+ROWS = ("ferry", "ferry, weights on the GPU", "stock", "stock, offloading")
+RANK = 16
+
+
+def build(name: str, device: str) -> Any:
+    """Return a MODEL with random weights."""
+    import comfy.model_patcher
+    import comfy.supported_models
+
+    config, dtype, _, _ = MODELS[name]
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        settings = comfy.supported_models.Flux(dict(config))
+        settings.set_inference_dtype(dtype, None)
+        model = settings.get_model({}, "")
+        for parameter in model.diffusion_model.parameters():
+            parameter.normal_(std=0.02)
+    patcher = comfy.model_patcher.CoreModelPatcher(
+        model, load_device=torch.device(device), offload_device=torch.device("cpu")
+    )
+    # The stock node loads the model again through this.
+    patcher.cached_patcher_init = (lambda disable_dynamic=False: build(name, device), ())
+    return patcher
+
+
+def data(name: str) -> tuple[list[dict], list[list]]:
+    """Return latents and captions."""
+    config, _, side, tokens = MODELS[name]
+    random = torch.Generator().manual_seed(1)
+    latents = [{"samples": torch.randn(1, 16, side, side, generator=random)} for _ in range(2)]
+    captions = [
+        [
+            torch.randn(1, tokens, config["context_in_dim"], generator=random),
+            {"pooled_output": torch.randn(1, config["vec_in_dim"], generator=random), "guidance": 1.0},
+        ]
+        for _ in range(2)
+    ]
+    return latents, [captions]
+
+
+def run_node(row: str, model: Any, name: str, **changes: Any) -> dict[str, torch.Tensor]:
+    """Execute one of the two nodes as ComfyUI does and return its LoRA."""
+    latents, captions = data(name)
+    dtype = "fp32" if MODELS[name][1] == torch.float32 else "bf16"
+    if row.startswith("ferry"):
+        from comfyui_ferry.nodes.training import TrainLoraOffload as Node
+
+        widgets = {"offload": row == "ferry", "alpha": float(RANK), "save_prefix": ""}
+    else:
+        from comfy_extras.nodes_train import TrainLoraNode as Node
+
+        widgets = {"offloading": row.endswith("offloading")}
+    schema = Node.define_schema()
+    values = {entry.id: entry.default for entry in schema.inputs if hasattr(entry, "default")}
+    values |= {"rank": RANK, "training_dtype": dtype, "lora_dtype": "fp32", **widgets, **changes}
+    if "existing_lora" in values:
+        values["existing_lora"] = "[None]"
+    lists = {key: [value] for key, value in values.items()}
+    with torch.inference_mode():
+        output = Node.execute(model=[model], latents=latents, positive=captions, **lists)
+    return output.args[0]
+
+
+class Watch:
+    """Notes the inputs and the output gradient of the network, and the LoRA's values and gradients."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple, dict, list[torch.Tensor]]] = []
+        self.adapters: dict[str, Any] = {}
+        self.factors: dict[str, tuple[torch.Tensor, ...]] = {}
+
+    def network(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
+        """Forward hook of the network."""
+        if output.requires_grad:
+            gradients: list[torch.Tensor] = []
+            output.register_hook(lambda gradient: gradients.append(gradient.detach().cpu().clone()))
+            kept = {key: value for key, value in kwargs.items() if key != "transformer_options"}
+            self.calls.append((_to_host(args), _to_host(kept), gradients))
+
+    def before_step(self, optimizer: Any, *rest: Any) -> None:
+        """Optimizer hook."""
+        for key, adapter in self.adapters.items():
+            tensors = [getattr(adapter, name) for name in ("lora_up", "lora_down")]
+            weights = [getattr(tensor, "weight", tensor) for tensor in tensors]
+            if any(weight.grad is None for weight in weights):
+                continue
+            scale = float(adapter.alpha / adapter.rank) if hasattr(adapter, "alpha") else adapter.scale
+            self.factors[key] = (
+                torch.tensor(scale), *(part.detach().float().cpu().clone() for weight in weights
+                                       for part in (weight, weight.grad)),
+            )  # fmt: skip
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().float().cpu() if value.is_floating_point() else value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_host(item) for item in value)
+    return value
+
+
+def watch(row: str, model: Any, name: str) -> Watch:
+    """Run one step and return what was seen."""
+    import comfy.ldm.flux.model
+    import comfy.model_patcher
+    from comfyui_ferry.core.training import LoraAdapters
+
+    seen = Watch()
+    patcher, adapters = comfy.model_patcher.ModelPatcher, LoraAdapters
+    originals = patcher.add_weight_wrapper, adapters.install
+
+    def add_weight_wrapper(self: Any, key: str, function: Any) -> None:
+        if hasattr(function, "lora_up"):
+            seen.adapters[key.removeprefix("diffusion_model.").removesuffix(".weight")] = function
+        originals[0](self, key, function)
+
+    def install(self: Any) -> None:
+        seen.adapters.update(self.adapters())
+        originals[1](self)
+
+    patcher.add_weight_wrapper, adapters.install = add_weight_wrapper, install
+    handles = [register_optimizer_step_pre_hook(seen.before_step)]
+    network_hook: Callable = lambda module, args, kwargs, output: (  # noqa: E731
+        seen.network(module, args, kwargs, output) if isinstance(module, comfy.ldm.flux.model.Flux) else None
+    )
+    handles.append(torch.nn.modules.module.register_module_forward_hook(network_hook, with_kwargs=True))
+    try:
+        run_node(row, model, name, steps=1, optimizer="SGD", learning_rate=1e-6)
+    finally:
+        patcher.add_weight_wrapper, adapters.install = originals
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def gradient_error(seen: Watch, name: str, device: str) -> float:
+    """Return the error of all gradients against plain autograd in fp32, relative to their norm."""
+    import comfy.model_management
+    from comfyui_ferry.core.training import OutOfPlace
+
+    network = build(name, "cpu").model.diffusion_model
+    # Plain autograd refuses the blocks' `img += ...`, and rope's own kernel has no gradient.
+    OutOfPlace(network).install()
+    comfy.model_management.in_training = True
+    with torch.inference_mode(False):
+        values = {key: value.clone().float().to(device) for key, value in network.state_dict().items()}
+        leaves = {}
+        for key, (scale, up, _, down, _) in seen.factors.items():
+            weight = values[f"{key}.weight"] + (float(scale) * up @ down).to(device).view_as(
+                values[f"{key}.weight"]
+            )
+            leaves[key] = values[f"{key}.weight"] = weight.requires_grad_()
+        for args, kwargs, gradients in seen.calls:
+            if not gradients:
+                continue
+            moved = _moved((args, kwargs), device)
+            output = torch.func.functional_call(network, values, moved[0], moved[1])
+            output.backward(gradients[0].to(device, output.dtype))
+    error = size = 0.0
+    for key, (scale, up, up_gradient, down, down_gradient) in seen.factors.items():
+        full = float(scale) * leaves[key].grad.float().cpu().reshape(up.shape[0], -1)
+        for found, expected in ((up_gradient, full @ down.T), (down_gradient, up.T @ full)):
+            error += float((found.reshape(expected.shape) - expected).square().sum())
+            size += float(expected.square().sum())
+    return (error / size) ** 0.5
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return type(value)(_moved(item, device) for item in value) if isinstance(value, list | tuple) else value
+
+
+def child(row: str, name: str, device: str, steps: int) -> dict[str, float]:
+    """Measure one row."""
+    model = build(name, device)
+    seconds = []
+    run_node(row, model, name, steps=1)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for count in (2, 2 + steps):
+        start = time.perf_counter()
+        run_node(row, model, name, steps=count)
+        seconds.append(time.perf_counter() - start)
+    result = {
+        "seconds_per_step": (seconds[1] - seconds[0]) / steps,
+        "peak_vram_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0,
+        "peak_ram_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+    return result | {"gradient_error": gradient_error(watch(row, model, name), name, device)}
+
+
+def load(comfyui: Path, device: str) -> None:
+    """Make ComfyUI and the pack importable."""
+    sys.path.insert(0, str(comfyui))
+    import comfy.options  # noqa: F401
+    from comfy.cli_args import args
+
+    args.cpu = device == "cpu"
+    import utils.extra_config  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location(
+        "comfyui_ferry", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert spec is not None and spec.loader is not None
+    sys.modules["comfyui_ferry"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["comfyui_ferry"])
+
+
+def main() -> None:
+    """Run every row, or the one that the parent asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--comfyui", type=Path, required=True, help="a checkout of ComfyUI 0.33")
+    parser.add_argument("--model", choices=list(MODELS), default="flux")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for train_nodes.json and train_nodes.md")
+    parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        load(options.comfyui.resolve(), options.device)
+        print(json.dumps(child(options.row, options.model, options.device, options.steps)))
+        return
+    rows = {}
+    lines = [
+        "| node | s/step | peak VRAM GiB | peak RAM GiB | gradient error |", "|---|---|---|---|---|"
+    ]  # fmt: skip
+    for row in ROWS:
+        command = [sys.executable, os.path.abspath(__file__), "--row", row, "--comfyui", str(options.comfyui)]
+        command += ["--model", options.model, "--device", options.device, "--steps", str(options.steps)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            found = rows[row] = json.loads(ran.stdout.splitlines()[-1])
+            numbers = (found[key] for key in ("seconds_per_step", "peak_vram_gib", "peak_ram_gib"))
+            cells = [f"{number:.3f}" for number in numbers] + [f"{found['gradient_error']:.1e}"]
+        except (IndexError, json.JSONDecodeError):
+            rows[row] = {"failed": ran.stderr[-2000:]}
+            cells = ["failed", "", "", ""]
+            print(ran.stderr[-2000:], file=sys.stderr)
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    print("\n".join(lines))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "train_nodes.json").write_text(json.dumps(rows, indent=2) + "\n")
+        (options.out / "train_nodes.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
