@@ -117,3 +117,69 @@ def test_drop_the_workflow_press_run_see_the_picture(
             image,
         )
         assert size == [256, 256]  # 64 pixels, drawn 4 times as large
+
+
+_ADD_NODE = """type => { const node = LiteGraph.createNode(type); app.graph.add(node); return node.id; }"""
+_SET = """([id, name, value]) => {
+    const widget = app.graph.getNodeById(id).widgets.find(w => w.name === name);
+    widget.value = value; widget.callback?.(value); }"""
+_DRAWN = """canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height)
+    .data.some(value => value)"""
+# The node's frame goes round the panel.
+_PANEL_INSIDE = """() => { const node = app.graph._nodes[0];
+    const panel = node.widgets.find(widget => widget.type === 'ferry_panel');
+    return panel.y + panel.computedHeight <= node.size[1] + 1; }"""
+_SAVED_WIDGETS = "() => app.graph.serialize().nodes.map(node => node.widgets_values.length)"
+
+
+def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, screenshots: Path) -> None:
+    page.evaluate("() => app.graph.clear()")
+    node = page.evaluate(_ADD_NODE, "FerryParallelModel")
+    shown = page.locator(".ferry-gpu-map")
+    page.wait_for_function("() => document.querySelectorAll('.ferry-gpu').length === 2", timeout=10_000)
+
+    page.evaluate(_FIT_VIEW)
+    page.wait_for_timeout(1000)
+    assert page.evaluate(_PANEL_INSIDE)
+    page.screenshot(path=screenshots / "4_gpu_map.png")
+    page.evaluate(_SET, [node, "cfg_degree", 2])
+    assert "gpus is 2, but the degrees multiply to 4" in shown.inner_text()
+    page.screenshot(path=screenshots / "5_degrees.png")
+    page.evaluate("() => document.querySelector('.ferry-gpu-map button').click()")
+    assert (
+        page.evaluate(f"() => app.graph.getNodeById({node}).widgets.find(w => w.name === 'gpus').value") == 4
+    )
+    assert page.locator(".ferry-gpu").count() == 4
+    titles = page.locator(".ferry-gpu").evaluate_all("boxes => boxes.map(box => box.title)")
+    assert titles[1] == "CFG 1 of 2, Ulysses 2 of 2"
+    assert titles[2] == "CFG 2 of 2, Ulysses 1 of 2"
+    page.evaluate(_SET, [node, "ulysses_degree", 0])
+    assert "A degree is 1 or more" in shown.inner_text()
+    assert page.evaluate(_SAVED_WIDGETS) == [5]  # the map is no part of the workflow
+
+
+def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: Path) -> None:
+    page.evaluate("() => app.graph.clear()")
+    node = page.evaluate(_ADD_NODE, "FerryTrainLoraOffload")
+    page.evaluate("""() => { app.canvas.ds.scale = 1; app.graph._nodes[0].pos = [300, 50]; }""")
+    told = {"prompt_id": "some-prompt", "node_id": str(node), "steps": 20, "average_loss": 0.5}
+    for step in range(1, 6):
+        told |= {"step": step, "loss": 1 / step, "seconds_per_step": 0.25, "seconds_left": 65.0}
+        page.evaluate(
+            "told => app.api.dispatchEvent(new CustomEvent('ferry.training', {detail: told}))", told
+        )
+    text = page.locator(".ferry-lines").inner_text()
+    assert "Step 5 of 20, loss 0.2000 (average 0.5000)" in text
+    assert "0.250 s a step, 1:05 left" in text
+    drawn = (
+        "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(v => v)"
+    )
+    assert page.locator(".ferry-training canvas").evaluate(drawn)
+    page.wait_for_timeout(500)
+    page.screenshot(path=screenshots / "6_training.png")
+    # No such training runs here, and the server says so.
+    page.evaluate("() => document.querySelector('.ferry-training button').click()")
+    page.wait_for_function(
+        "() => document.querySelector('.ferry-lines').textContent.includes('no training of this prompt')",
+        timeout=10_000,
+    )

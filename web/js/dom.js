@@ -1,0 +1,60 @@
+// Small DOM pieces that the panels share. Colours are ComfyUI's own variables, so both themes fit.
+
+/** Return an element with properties, styles (as `style`) and children. */
+export function element(tag, { style = {}, ...properties } = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  Object.assign(made.style, style);
+  made.append(...children);
+  return made;
+}
+
+/** Return a button that the keyboard reaches too. */
+export function button(text, title, onclick) {
+  const style = {
+    background: "var(--comfy-input-bg)",
+    color: "var(--input-text)",
+    border: "1px solid var(--border-color)",
+    borderRadius: "4px",
+    padding: "2px 8px",
+    cursor: "pointer",
+    font: "inherit",
+  };
+  return element("button", { type: "button", textContent: text, title, onclick, style });
+}
+
+/** Put `content` on a node as its last widget; it is part of neither workflow nor prompt. */
+export function addPanel(node, name, content, height) {
+  const widget = node.addDOMWidget(name, "ferry_panel", content, {
+    serialize: false,
+    hideOnZoom: false,
+    getMinHeight: () => height,
+    getMaxHeight: () => height,
+  });
+  widget.serialize = false;
+  // A new node is as large as it was without the panel, and so is one from a workflow saved before.
+  const before = node.onConfigure;
+  node.onConfigure = function (...values) {
+    const result = before?.apply(this, values);
+    fit(node);
+    return result;
+  };
+  queueMicrotask(() => fit(node));
+  return widget;
+}
+
+function fit(node) {
+  const [width, height] = node.computeSize();
+  node.setSize([Math.max(width, node.size[0]), Math.max(height, node.size[1])]);
+}
+
+/** The style of a panel's outermost element. */
+export const PANEL_STYLE = {
+  display: "flex",
+  flexDirection: "column",
+  gap: "4px",
+  padding: "4px",
+  boxSizing: "border-box",
+  fontSize: "12px",
+  color: "var(--input-text)",
+  overflow: "hidden",
+};
