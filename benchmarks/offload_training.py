@@ -1,147 +1,135 @@
-"""Seconds a step and peak GPU memory of training with offload, beside the same training without.
+"""Seconds a step and peak GPU memory of training with offload, beside its rivals, in one run.
 
-    python benchmarks/offload_training.py toy
-    python benchmarks/offload_training.py qwen
+    pip download --no-deps diffsynth==2.1.12 && unzip -d diffsynth_wheel diffsynth-*.whl
+    git clone https://github.com/kohya-ss/musubi-tuner
+    python benchmarks/offload_training.py toy  --rival diffsynth=diffsynth_wheel --repeat 3 --out results
+    python benchmarks/offload_training.py qwen --rival diffsynth=diffsynth_wheel --rival musubi=musubi-tuner
+    python benchmarks/offload_training.py toy --device cpu --tiny        # tries the script without a GPU
 
-Every row: median and range of the timed steps after warm-up; peak of ``torch.cuda.max_memory_allocated``.
+Every row runs in a process of its own, ``--repeat`` times, so one that fails or is out of memory ends
+no other. A row is the median over all repeats' timed steps, with their range; the peak is the highest
+``torch.cuda.max_memory_allocated`` of any repeat. ``--out`` receives the table and every single time.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import dataclasses
+import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-from comfyui_ferry.core.offload import OffloadTrainingManager
-from torch import nn
+from offload_rows import RIVALS, ROWS, Job
 
-GIB = 2**30
-# The layers that DiffSynth-Studio's example script trains on Qwen-Image.
-QWEN_TARGETS = (
-    "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,"
-    "txt_mlp.net.2,txt_mod.1"
-).split(",")
+MARK = "RESULT "
 
 
-def measure(name: str, step: Callable[[], None], *, warm_up: int, steps: int) -> None:
-    """Time ``step`` and print one row."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+def run_row(job: Job, *, warm_up: int, steps: int) -> dict[str, Any]:
+    """Build the row's step, time it, and return what was seen."""
+    is_cuda = torch.device(job.device).type == "cuda"
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    step = job.build()
+    build_s = time.perf_counter() - begin
     seconds = []
     for index in range(warm_up + steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+        if is_cuda:
+            torch.cuda.synchronize()
+            if index == 1:
+                torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        if is_cuda:
+            torch.cuda.synchronize()
         if index >= warm_up:
-            seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
-    peak = torch.cuda.max_memory_allocated() / GIB
-    spread = f"{min(seconds):.4f} to {max(seconds):.4f}"
-    print(f"| {name} | {median:.4f} s | {spread} | {peak:.2f} GiB |", flush=True)
+            seconds.append(time.perf_counter() - begin)
+    result: dict[str, Any] = {"seconds": seconds, "build_s": build_s}
+    if is_cuda:
+        result["peak_bytes"] = torch.cuda.max_memory_allocated()
+        result["device"] = torch.cuda.get_device_name()
+    if job.manager is not None:
+        result["stats"] = {**dataclasses.asdict(job.manager.stats()), "bound": job.manager.stats().bound}
+    return result
 
 
-class Toy(nn.Module):
-    """DiffSynth-Studio's example: ten residual Linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[512, 4096]`` to ``[512, 4096]``."""
-        for layer in self.layers:
-            x = x + layer(nn.functional.layer_norm(x, (4096,)))
-        return x
-
-
-def toy_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, manager: OffloadTrainingManager | None
-) -> Callable[[], None]:
-    """Return one training step of the toy."""
-
-    def step() -> None:
-        x = torch.randn(512, 4096, device="cuda")
-        nn.functional.mse_loss(model(x), x + 1).backward()
-        if manager is not None:
-            manager.after_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def start_row(arguments: argparse.Namespace, row: str, pixels: int) -> dict[str, Any]:
+    """Run one row in a new process and return its result, or ``{"error": ...}``."""
+    command = [sys.executable, __file__, arguments.work, "--row", row, "--pixels", str(pixels)]
+    command += ["--device", arguments.device, "--warm-up", str(arguments.warm_up)]
+    command += ["--steps", str(arguments.steps), "--budget-gb", str(arguments.budget_gb)]
+    command += [part for rival in arguments.rival for part in ("--rival", rival)]
+    command += ["--tiny"] if arguments.tiny else []
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=arguments.timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {arguments.timeout_s} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    errors = done.stderr.strip().splitlines()
+    print(done.stderr[-4000:], file=sys.stderr)
+    return {"error": f"exit {done.returncode}: {errors[-1] if errors else 'no output'}"}
 
 
-def run_toy() -> None:
-    """Full training of the toy, with the optimizer that the example has and with a fused one."""
-    for fused in (False, True):
-        label = "fused AdamW" if fused else "AdamW"
-        model = Toy().cuda()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-        measure(f"toy, GPU only, {label}", toy_step(model, optimizer, None), warm_up=3, steps=10)
-        del model, optimizer
-        model = Toy()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-        with OffloadTrainingManager(model, "cuda", enable_optimizer_cpu_offload=True) as manager:
-            step = toy_step(model, optimizer, manager)
-            measure(f"toy, weights and optimizer offloaded, {label}", step, warm_up=3, steps=10)
+def summarize(name: str, results: list[dict[str, Any]]) -> str:
+    """Return the row of the table."""
+    errors = [result["error"] for result in results if "error" in result]
+    seconds = [value for result in results for value in result.get("seconds", ())]
+    if not seconds:
+        return f"| {name} | {errors[0][:120]} | | | |"
+    peaks = [result["peak_bytes"] for result in results if "peak_bytes" in result]
+    bounds = {result["stats"]["bound"] for result in results if "stats" in result}
+    failed = f", {len(errors)} of {len(results)} runs failed" if errors else ""
+    peak = f"{max(peaks) / 1e9:.2f} GB" if peaks else ""
+    spread = f"{min(seconds):.4f} to {max(seconds):.4f} s"
+    bound = ", ".join(sorted(map(str, bounds)))
+    return f"| {name} | {statistics.median(seconds):.4f} s{failed} | {spread} | {peak} | {bound} |"
 
 
-def qwen_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    manager: OffloadTrainingManager | None,
-    pixels: int,
-) -> Callable[[], None]:
-    """Return one LoRA step on a ``pixels x pixels`` picture with 256 text tokens."""
-    side = pixels // 16
-    inputs = {
-        "hidden_states": torch.randn(1, side * side, 64, device="cuda"),
-        "encoder_hidden_states": torch.randn(1, 256, 3584, device="cuda"),
-        "encoder_hidden_states_mask": torch.ones(1, 256, device="cuda", dtype=torch.bool),
-        "timestep": torch.tensor([0.5], device="cuda"),
-        "img_shapes": [[(1, side, side)]],
-        "return_dict": False,
-    }
+def run_all(arguments: argparse.Namespace) -> None:
+    """Run every row, print the table and write the results."""
+    rivals = _rivals(arguments.rival)
+    rows = [row for row in ROWS[arguments.work] if row not in RIVALS or row in rivals]
+    if arguments.rows:
+        rows = [row for row in rows if row in arguments.rows.split(";")]
+    sizes = (
+        [int(size) for size in arguments.sizes.split(",")]
+        if arguments.work == "qwen" and not arguments.tiny
+        else [0]
+    )
+    lines = ["| work | median step | range | peak | |", "|---|---|---|---|---|"]
+    print(f"torch {torch.__version__}, {arguments.repeat} run(s) of {arguments.steps} steps a row")
+    print("\n".join(lines), flush=True)
+    everything: dict[str, Any] = {"torch": torch.__version__, "arguments": vars(arguments), "rows": {}}
+    for pixels in sizes:
+        for row in rows:
+            name = f"{arguments.work}{f' {pixels}' if pixels else ''}, {row}"
+            results = [start_row(arguments, row, pixels) for _ in range(arguments.repeat)]
+            everything["rows"][name] = results
+            lines.append(summarize(name, results))
+            print(lines[-1], flush=True)
+    if arguments.out:
+        folder = Path(arguments.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"offload_{arguments.work}.md").write_text("\n".join(lines) + "\n")
+        (folder / f"offload_{arguments.work}.json").write_text(json.dumps(everything, indent=1))
 
-    def step() -> None:
-        (model(**inputs)[0].float() - 1).pow(2).mean().backward()
-        if manager is not None:
-            manager.after_backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
-
-
-def run_qwen() -> None:
-    """LoRA rank 32 on diffusers' Qwen-Image class, bf16, random weights, gradient checkpointing."""
-    from diffusers import QwenImageTransformer2DModel
-    from peft import LoraConfig
-
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = QwenImageTransformer2DModel(num_layers=60)
-    model.requires_grad_(False)
-    model.enable_gradient_checkpointing()
-    model.train()
-    model.add_adapter(LoraConfig(r=32, lora_alpha=32, target_modules=QWEN_TARGETS))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    for pixels in (1024, 512):
-        step = qwen_step(model, optimizer, None, pixels)
-        measure(f"Qwen-Image LoRA {pixels}, GPU only", step, warm_up=1, steps=3)
-    del optimizer
-    model.to("cpu")
-    # 800 MB: one transformer block (about 680 MB) moves as a whole.
-    with OffloadTrainingManager(model, "cuda", cpu_offload_split_threshold=800) as manager:
-        optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        for pixels in (1024, 512):
-            step = qwen_step(model, optimizer, manager, pixels)
-            measure(f"Qwen-Image LoRA {pixels}, streamed by block", step, warm_up=1, steps=3)
+def _rivals(given: list[str]) -> dict[str, str]:
+    folders = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if name not in RIVALS or not folder:
+            raise SystemExit(f"--rival {text}: it is one of {', '.join(RIVALS)}, '=', and a folder")
+        folders[name] = folder
+    return folders
 
 
 def main() -> None:
@@ -149,11 +137,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", choices=["toy", "qwen"])
-    work = parser.parse_args().work
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("| work | median | range | peak |\n|---|---|---|---|")
-    {"toy": run_toy, "qwen": run_qwen}[work]()
+    parser.add_argument("work", choices=list(ROWS))
+    parser.add_argument("--rival", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--rows", default="", help="only these, separated by ';'")
+    parser.add_argument("--sizes", default="1024,512", help="sides of the picture in pixels, for qwen")
+    parser.add_argument(
+        "--budget-gb", type=float, default=24.0, help="target memory of the row 'ferry, budget'"
+    )
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=7, help="untimed steps; a budget is planned in six")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--timeout-s", type=int, default=580)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--row", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--pixels", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.row:
+        run_all(arguments)
+        return
+    job = Job(
+        work=arguments.work,
+        row=arguments.row,
+        device=arguments.device,
+        pixels=arguments.pixels,
+        is_tiny=arguments.tiny,
+        rivals=_rivals(arguments.rival),
+        budget_gb=arguments.budget_gb,
+    )
+    print(MARK + json.dumps(run_row(job, warm_up=arguments.warm_up, steps=arguments.steps)), flush=True)
 
 
 if __name__ == "__main__":
