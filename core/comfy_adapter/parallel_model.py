@@ -23,6 +23,7 @@ from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
 from .quantized import check_sharing
 from .remote_forward import RemoteInjection, sendable_options
+from .text_layers import TextLayersInjection
 from .worker_groups import worker_bytes
 from .worker_memory import worker_memory
 
@@ -87,8 +88,9 @@ def attach_run(model: Any, run: Any, patcher_class: type[ParallelPatcher]) -> An
     parallel.__class__ = patcher_class
     parallel.attachments[_KEY] = run
     injection = RemoteInjection(run)
+    injections = [injection, TextLayersInjection()]
     parallel.set_injections(
-        _KEY, [comfy.patcher_extension.PatcherInjection(injection.inject, injection.eject)]
+        _KEY, [comfy.patcher_extension.PatcherInjection(each.inject, each.eject) for each in injections]
     )
     check_supported(parallel)
     return parallel

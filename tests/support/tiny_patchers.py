@@ -166,6 +166,13 @@ PATCHERS = {
     "wan": TinyPatcher(tiny_wan, (16, 2, 8, 6), 40, lambda seed: {}),
     "z-image": TinyPatcher(tiny_z_image, (16, 8, 6), 40, lambda seed: {}),
     "sd3": TinyPatcher(tiny_sd3, (16, 8, 6), 40, lambda seed: {"pooled_output": noise(1, 24, seed=seed)}),
-    "ltx2": TinyPatcher(tiny_ltx2, (128, 2, 3, 4), 80, lambda seed: {}, audio_shape=(8, 5, 16)),
+    "ltx2": TinyPatcher(
+        # As its text encoder leaves it: the model's own text layers have not run yet.
+        tiny_ltx2,
+        (128, 2, 3, 4),
+        40,
+        lambda seed: {"unprocessed_ltxav_embeds": True},
+        (8, 5, 16),
+    ),
     "sdxl": TinyPatcher(tiny_sdxl, (4, 8, 8), 40, lambda seed: {"pooled_output": noise(1, 1280, seed=seed)}),
 }
