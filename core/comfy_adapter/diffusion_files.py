@@ -11,9 +11,11 @@ import torch
 
 from ..errors import RequestError
 from ..offload import WeightFile
+from .gguf_files import GGUF_SUFFIX, read_gguf
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _PLAIN_SUFFIXES = (".safetensors", ".sft")
+_OFFERED_SUFFIXES = (*_PLAIN_SUFFIXES, GGUF_SUFFIX)
 _CHECKPOINT_PREFIX = "checkpoints/"
 _MAX_INDEX_BYTES = 50_000_000
 
@@ -22,8 +24,9 @@ def diffusion_model_names() -> list[str]:
     """Return what a loader can offer: files, the indices of sharded models, and whole checkpoints."""
     names = [name for name in folder_paths.get_filename_list("diffusion_models") if _is_known(name)]
     for folder in folder_paths.get_folder_paths("diffusion_models"):
-        for path in sorted(Path(folder).glob(f"**/*{_INDEX_SUFFIX}")):
-            names.append(path.relative_to(folder).as_posix())
+        # Kinds of file that ComfyUI's own list leaves out.
+        for pattern in (f"**/*{_INDEX_SUFFIX}", f"**/*{GGUF_SUFFIX}"):
+            names += [path.relative_to(folder).as_posix() for path in sorted(Path(folder).glob(pattern))]
     checkpoints = [name for name in folder_paths.get_filename_list("checkpoints") if _is_known(name)]
     names += [_CHECKPOINT_PREFIX + name for name in checkpoints]
     return list(dict.fromkeys(names))
@@ -53,15 +56,19 @@ def find_diffusion_model(name: str) -> Path:
 def open_diffusion_model(path: Path) -> tuple[list[WeightFile], dict[str, torch.Tensor], dict[str, str]]:
     """Return the files of a model, its tensors by name (over the files' bytes), and its metadata.
 
+    A GGUF file's tensors are in memory of their own, and no file is returned.
+
     Raises:
         RequestError: If a file is missing, not whole, or of another kind.
     """
     if path.name.endswith(_INDEX_SUFFIX):
         files, owners = _open_shards(path)
+    elif path.suffix.lower() == GGUF_SUFFIX:
+        return [], read_gguf(path), {}
     elif path.suffix.lower() in _PLAIN_SUFFIXES:
         files, owners = [WeightFile(path)], None
     else:
-        raise _refusal(path, "Only safetensors files stream", "Convert it, or load it with a stock loader")
+        raise _refusal(path, "Only safetensors and GGUF files are read", "Convert it, or use a stock loader")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         for name, tensor in file.tensors().items():
@@ -77,7 +84,7 @@ def open_diffusion_model(path: Path) -> tuple[list[WeightFile], dict[str, torch.
 
 
 def _is_known(name: str) -> bool:
-    return name.lower().endswith(_PLAIN_SUFFIXES)
+    return name.lower().endswith(_OFFERED_SUFFIXES)
 
 
 def _open_shards(index: Path) -> tuple[list[WeightFile], dict[str, str]]:

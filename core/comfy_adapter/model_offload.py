@@ -90,6 +90,12 @@ def load_offloaded(
     path = find_diffusion_model(name)
     pool = choose_pool(comfy.model_management.get_torch_device(), config, share_with)
     files, tensors, metadata = open_diffusion_model(path)
+    if not files and config.ram_limit_bytes is not None:
+        raise RequestError(
+            f"a RAM budget of {ram_gb} GB was asked for {name}",
+            limit="The weights of a GGUF file are dequantized into RAM, all of them",
+            way_out="Set the RAM budget to 0, or use a safetensors file",
+        )
     patcher = build_diffusion_model(name, tensors, metadata, weight_dtype=weight_dtype)
     return attach_stream(patcher, pool, files=files, node_id=node_id)
 

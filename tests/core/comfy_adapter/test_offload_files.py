@@ -196,3 +196,44 @@ def test_scaled_fp8_stays_what_comfyui_makes_of_it(models, wan):
     assert torch.equal(picture(with_lora(streamed, 2.0)), expected)
     assert not torch.equal(expected, picture(plain))
     assert torch.equal(picture(streamed), picture(plain))
+
+
+def test_gguf(models, wan, monkeypatch):
+    """Needs the optional package for the files themselves; without it the refusal names the remedy."""
+    import sys
+
+    from comfyui_ferry.core.comfy_adapter import diffusion_model_names
+
+    path = models / "diffusion_models" / "wan.gguf"
+    path.write_bytes(b"GGUF")
+    assert "wan.gguf" in diffusion_model_names()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(RequestError, match="pip install gguf"):
+            load("wan.gguf")
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "wan")
+    expected = {}
+    for name, value in wan.items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if value.ndim == 2 else gguf.GGMLQuantizationType.F32
+        array = value.float().numpy()
+        if value.ndim > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(value.shape))
+            array = array.reshape(value.shape[0], -1)
+        packed = gguf.quants.quantize(array, kind)
+        expected[name] = torch.from_numpy(gguf.quants.dequantize(packed, kind)).reshape(value.shape)
+        writer.add_tensor(name, packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    state = load("wan.gguf").model.diffusion_model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        kept = value.to(torch.bfloat16) if wan[name].ndim == 2 else value
+        assert torch.equal(state[name], kept.to(state[name].dtype))
+    with pytest.raises(RequestError, match="RAM budget"):
+        load("wan.gguf", ram_gb=1.0)
+    path.write_bytes(path.read_bytes()[:-200_000])
+    with pytest.raises(RequestError, match="sound GGUF"):
+        load("wan.gguf")
