@@ -16,7 +16,7 @@ import folder_paths
 import torch
 from torch import Tensor
 
-from ..errors import FerryError
+from ..errors import FerryError, SaveError
 from ..log import get_logger
 from ..offload import OffloadTrainingManager
 from ..training import Training, TrainingState
@@ -90,10 +90,9 @@ class TrainingSession:
         training = self._running_training()
         asked = self.running.take()
         every = self.request.saves.every
-        if "save" in asked:
-            self.save(lora=True)
-        elif every and step % every == 0 and step < training.config.steps:
-            self.save(lora=False)
+        due = bool(every) and step % every == 0 and step < training.config.steps
+        if "save" in asked or due:
+            self._try_save(lora="save" in asked)
         previews = self.request.previews.every
         if "preview" in asked or (previews and step % previews == 0):
             self.preview()
@@ -103,7 +102,7 @@ class TrainingSession:
         self._step_began = time.perf_counter()
 
     def after_skip(self, what: str) -> None:
-        """Show that a step was skipped."""
+        """Show that a step was skipped, or anything else that went wrong."""
         _LOG.warning("%s", what)
         self.progress = dataclasses.replace(self.progress, message=what)
         self.running.tell(self.progress, now=True)
@@ -141,6 +140,16 @@ class TrainingSession:
             path = self.save_lora(self.lora(), steps=training.step)
         if path is not None:
             self._note_save(path, training.step)
+
+    def _try_save(self, *, lora: bool) -> None:
+        """Save, or show why not and go on: a full disk must not end what only memory holds.
+
+        What is saved when the training ends is not tried but has to succeed.
+        """
+        try:
+            self.save(lora=lora)
+        except SaveError as error:
+            self.after_skip(f"not saved: {error}")
 
     def save_lora(self, tensors: Mapping[str, Tensor], *, steps: int) -> Path:
         """Write a LoRA file with what it was made from in its header, and return its path.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ..errors import RequestError
+from ..errors import RequestError, SaveError
 from ..training import TrainingState, save_state
 from .training_request import NO_RESUME, RESUME_LATEST
 
@@ -108,7 +108,13 @@ class RunStates:
         if not (self.prefix and self.keep):
             return None
         if self._folder is None:
-            self._folder = _new_folder(states_folder() / self.prefix)
+            try:
+                self._folder = _new_folder(states_folder() / self.prefix)
+            except OSError as error:
+                raise SaveError(
+                    f"no folder for training states could be made in {states_folder()} ({error}). Free the "
+                    "disk, or allow writing there."
+                ) from error
         path = self._folder / f"step_{state.step:08}{_SUFFIX}"
         if path in self._written:
             return None

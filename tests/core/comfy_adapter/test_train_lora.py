@@ -472,8 +472,15 @@ def outputs_at(patcher, process_of):
         return process.denoise(noisy, torch.tensor([0.6]), [samples[0].condition])
 
 
-@pytest.mark.parametrize("algorithm", ["LoRA", "DoRA", "LoKr", "LoHa"])
-@pytest.mark.parametrize("mode", ["both", "both, optimizer on cpu"])
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [
+        ("LoRA", "both"),
+        ("DoRA", "both, optimizer on cpu"),
+        ("LoKr", "both, optimizer on cpu"),
+        ("LoHa", "both"),
+    ],
+)
 def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
     import comfy.sd
     import comfy.utils

@@ -50,9 +50,17 @@ def files(output):
     return sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("offload", [{}, {"optimizer_on_cpu": True}])
-def test_three_steps_and_three_more_are_six(output, offload):
-    whole = train(offload=offload, prefix="")
+@pytest.fixture(scope="module")
+def whole():
+    """Six steps in one go, with the weights and the optimizer on the host."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield train(prefix="", offload={"optimizer_on_cpu": True})
+    torch.set_num_threads(before)
+
+
+def test_three_steps_and_three_more_are_six(output, whole):
+    offload = {"optimizer_on_cpu": True}
     first = train(steps=3, offload=offload, every=1)
     assert first.steps == 3
     assert files(output) == [
@@ -120,11 +128,11 @@ def test_stop_returns_what_there_is_and_save_writes_it_at_once(output, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["cancel", "error"])
-def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, monkeypatch, kind):
+def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, monkeypatch, kind, whole):
     import comfy.model_management as management
     import comfy.utils
 
-    whole = train(prefix="")
+    offload = {"optimizer_on_cpu": True}
 
     def break_off(session):
         if kind == "cancel":
@@ -142,7 +150,7 @@ def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, mon
         at_step(patch, 4, break_off)
         expected = management.InterruptProcessingException if kind == "cancel" else torch.OutOfMemoryError
         with pytest.raises(expected) as caught:
-            train()
+            train(offload=offload)
         assert "saved as of step 4" in caught.value.__notes__[0]
     assert files(output) == [
         "tiny_00001_.safetensors",
@@ -151,6 +159,20 @@ def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, mon
     _, header = comfy.utils.load_torch_file(str(output / "tiny_00001_.safetensors"), return_metadata=True)
     assert (header["steps"], header["rank"], header["alpha"]) == ("4", "2", "2.0")
     assert len(header["dataset_hash"]) == len(header["base_hash"]) == 32
-    second = train(resume_from="tiny_00001/step_00000004.safetensors")
+    second = train(offload=offload, resume_from="tiny_00001/step_00000004.safetensors")
     assert second.loss_map == whole.loss_map
     assert all(torch.equal(second.lora[name], value) for name, value in whole.lora.items())
+
+
+def test_a_disk_that_is_full_for_a_while_does_not_end_it(output, monkeypatch):
+    seen = []
+    (output / "training_states").write_text("in the way")
+    at_step(monkeypatch, 2, lambda session: seen.append(session.progress.message))
+    at_step(monkeypatch, 3, lambda session: (output / "training_states").unlink())
+    result = train(steps=4, every=1)
+    assert result.steps == 4
+    assert "not saved: no folder for training states" in seen[0]
+    assert files(output)[1:] == [
+        "training_states/tiny_00001/step_00000003.safetensors",
+        "training_states/tiny_00001/step_00000004.safetensors",
+    ]
