@@ -22,12 +22,18 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .segments import extent_bytes
 from .tensors import ManagedTensor
 
 FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 _DTYPES = (torch.float32, torch.float64)
+
+
+# Hooks of managers that were collected. That may happen while torch walks through its hooks, so they are
+# taken off later; until then they do nothing.
+_retired: list[RemovableHandle] = []
 
 
 class FusedSteps:
@@ -46,7 +52,8 @@ class FusedSteps:
             register_optimizer_step_pre_hook(functools.partial(_before_step, owner)),
             register_optimizer_step_post_hook(functools.partial(_after_step, owner)),
         ]
-        self._finalizers = [weakref.finalize(self, handle.remove) for handle in self._handles]
+        _take_off_retired()
+        self._finalizers = [weakref.finalize(self, _retired.append, handle) for handle in self._handles]
 
     def switch(self, optimizer: torch.optim.Optimizer) -> None:
         """Ask for the fused kernel in every group that it suits."""
@@ -82,6 +89,12 @@ class FusedSteps:
         self.switch_back()
         for finalizer in self._finalizers:
             finalizer()
+        _take_off_retired()
+
+
+def _take_off_retired() -> None:
+    while _retired:
+        _retired.pop().remove()
 
 
 def suits_fused_kernel(group: dict[str, Any], parameters: list[torch.Tensor], state: Any) -> bool:

