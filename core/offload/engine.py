@@ -7,6 +7,8 @@ what it uses until it ends.
 Outside all of these the model's tensors are their host masters, and reading one moves nothing: so
 optimizers, ``state_dict`` and initialisers work as on any model on the CPU.
 
+``torch.compile`` of blocks breaks its graph where these methods are called, and does not look into them.
+
 What this module does not do: it neither attaches nor removes; ``manager`` does.
 """
 
@@ -18,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 
 from .buckets import Bucket, Segment
@@ -68,6 +71,7 @@ class Engine:
 
     # Forwards
 
+    @_disable_dynamo
     def enter(self, unit: Unit) -> Scope:
         """Open a forward's scope and bring its unit in.
 
@@ -92,6 +96,7 @@ class Engine:
             raise
         return scope
 
+    @_disable_dynamo
     def is_covered(self, unit: Unit) -> bool:
         """Return whether the forward around this one has the unit and its hooks in place already."""
         scopes = self._scopes()
@@ -100,6 +105,7 @@ class Engine:
         pinned = scopes[-1].buckets
         return all(id(bucket) in pinned for bucket in unit.buckets)
 
+    @_disable_dynamo
     def leave(self, scope: Scope) -> None:
         """Close a forward's scope; what nobody else needs leaves the target or is cached."""
         if scope.has_pushed_hooks:
@@ -147,6 +153,7 @@ class Engine:
         self._end_forward()
         self.end_all_tasks()
 
+    @_disable_dynamo
     @exclusive
     def keep_returned(self, output: Any) -> None:
         """Hand a parameter that a forward returns as it is over to the scope outside."""
@@ -161,6 +168,7 @@ class Engine:
 
     # Reads
 
+    @_disable_dynamo
     def read(self, holder: ManagedDict, name: str) -> None:
         """Bring a tensor in because a module's entry is being read, if a forward or backward runs."""
         scopes = self._scopes()

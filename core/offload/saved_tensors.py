@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import OffloadError
@@ -137,6 +138,7 @@ class _HookPair:
         self.engine = engine
         self.outer = outer
 
+    @_disable_dynamo
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor):
             leaves, rebuild = take_apart(tensor)
@@ -154,6 +156,7 @@ class _HookPair:
             return _OuterValue(self.outer[1], self.outer[0](tensor))
         return _KeptTensor(tensor, tensor._version)
 
+    @_disable_dynamo
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SlotHandle):
             packed.check()
