@@ -92,19 +92,23 @@ FLUX_CASES = {
     "longcat-edit": TinyCase(
         lambda: build_flux(context_in_dim=56, **_NO_VEC),
         lambda: flux_call(
-            context=56, text=9, ref_latents=[_KONTEXT_REFS[0]], transformer_options=dict(_LONGCAT_SHIFT)
+            batch=2,
+            context=56,
+            text=9,
+            ref_latents=[noise(2, 4, 8, 6)],
+            transformer_options=dict(_LONGCAT_SHIFT),
         ),
         newer_only=True,
     ),
     "ovis": TinyCase(
         lambda: build_flux(context_in_dim=32, yak_mlp=True, txt_norm=True, **_NO_VEC),
-        lambda: flux_call(context=32, text=9),
+        lambda: flux_call(batch=2, context=32, text=9),
         newer_only=True,
     ),
     "flux2-klein": TinyCase(lambda: build_flux(flux2=True), flux2_call),
     "flux2-dev refs": TinyCase(
         lambda: build_flux(flux2=True, guidance_embed=True),
-        lambda: flux2_call(guidance=torch.tensor([3.5]), ref_latents=[noise(1, 8, 4, 3)]),
+        lambda: flux2_call(batch=2, guidance=torch.tensor([3.5, 2.0]), ref_latents=[noise(2, 8, 4, 3)]),
     ),
     "flux2 timestep zero": TinyCase(
         lambda: build_flux(flux2=True),
@@ -137,7 +141,7 @@ QWEN_CASES = {
     ),
     "qwen layered": TinyCase(
         lambda: build_qwen(default_ref_method="negative_index", use_additional_t_cond=True),
-        lambda: qwen_call(x=noise(1, 4, 3, 8, 6), ref_latents=[_QWEN_REFS[0]]),
+        lambda: qwen_call(batch=2, x=noise(2, 4, 3, 8, 6), ref_latents=[noise(2, 4, 1, 8, 6)]),
         newer_only=True,
     ),
 }
@@ -145,8 +149,11 @@ QWEN_CASES = {
 WAN_CASES = {
     "wan t2v": TinyCase(build_wan, wan_call),
     "wan t2v batch 2": TinyCase(build_wan, lambda: wan_call(batch=2)),
-    "wan i2v": TinyCase(lambda: build_wan(in_dim=9), lambda: wan_call(channels=9)),
-    "wan ti2v": TinyCase(build_wan, lambda: wan_call(timestep=torch.tensor([[0.0, 300.0, 700.0]]))),
+    "wan i2v": TinyCase(lambda: build_wan(in_dim=9), lambda: wan_call(batch=2, channels=9)),
+    "wan ti2v": TinyCase(
+        build_wan,
+        lambda: wan_call(batch=2, timestep=torch.tensor([[0.0, 300.0, 700.0], [0.0, 700.0, 700.0]])),
+    ),
     "wan2.1 i2v clip": TinyCase(
         lambda: build_wan(model_type="i2v", in_dim=9),
         lambda: wan_call(channels=9, clip_fea=noise(1, 257, 1280)),
@@ -192,7 +199,7 @@ Z_IMAGE_CASES = {
 }
 
 SD3_CASES = {
-    "sd3.5-large": TinyCase(build_sd3, sd3_call),
+    "sd3.5-large": TinyCase(build_sd3, lambda: sd3_call(batch=2)),
     "sd3.5-medium batch 2": TinyCase(lambda: build_sd3(second_attention=(0, 1)), lambda: sd3_call(batch=2)),
     "sd3.5-medium short text, control": TinyCase(
         lambda: build_sd3(second_attention=(0, 1)),
@@ -200,10 +207,10 @@ SD3_CASES = {
     ),
 }
 
-_GLYPHS_AND_PICTURE: Inputs = {"txt_byt5": noise(1, 6, 1472), "clip_fea": noise(1, 7, 20)}
+_GLYPHS_AND_PICTURE: Inputs = {"txt_byt5": noise(2, 6, 1472), "clip_fea": noise(2, 7, 20)}
 
 HUNYUAN_CASES = {
-    "hunyuan-1.5": TinyCase(build_hunyuan, lambda: hunyuan_call(**_GLYPHS_AND_PICTURE)),
+    "hunyuan-1.5": TinyCase(build_hunyuan, lambda: hunyuan_call(batch=2, **_GLYPHS_AND_PICTURE)),
     "hunyuan-1.5 text mask": TinyCase(
         build_hunyuan,
         lambda: hunyuan_call(
