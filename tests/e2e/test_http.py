@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def only_outputs_behind(prompt: Prompt, node: str) -> Prompt:
     while grown := {source for key in behind for source in sources(key)} - behind:
         behind |= grown
     return {key: entry for key, entry in prompt.items() if key in behind}
+
+
+def without_other_outputs(prompt: Prompt, node: str) -> Prompt:
+    """The node and all that it needs."""
+    needed, open_ends = {node}, [node]
+    while open_ends:
+        values = prompt[open_ends.pop()]["inputs"].values()
+        found = {value[0] for value in values if isinstance(value, list)} - needed
+        needed |= found
+        open_ends += found
+    return {key: entry for key, entry in prompt.items() if key in needed}
 
 
 def files_below(folder: Path) -> set[Path]:
@@ -296,29 +308,47 @@ def test_nan_latents_are_refused(server: ComfyServer, prompt: Prompt) -> None:
     assert files_below(server.base / "output" / "loras") == before
 
 
-def test_interrupted_training_leaves_no_file_and_the_server_usable(
+def test_an_interrupted_training_is_kept_goes_on_and_can_be_stopped(
     server: ComfyServer, prompt: Prompt
 ) -> None:
-    only(prompt, "FerryTrainLoraOffload").update(steps=5000, seed=123)
-    before = files_below(server.base / "output" / "loras")
     training = node_id(prompt, "FerryTrainLoraOffload")
+    only(prompt, "FerryTrainLoraOffload").update(steps=5000, seed=123, save_prefix="loras/broken_off")
     seen = threading.Event()
 
-    def interrupt() -> None:
-        seen.wait(120)
-        server.post("/interrupt", {})
+    def act(action: Callable[[], Any]) -> threading.Thread:
+        seen.clear()
+        thread = threading.Thread(target=lambda: seen.wait(120) and action())
+        thread.start()
+        return thread
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    def stop() -> None:
+        (running,) = server.get("/ferry/trainings")
+        assert running["step"] > 0
+        server.post(f"/ferry/trainings/{running['prompt_id']}/stop", {})
+
+    def watch(progress: Any) -> None:
+        if progress.node_id == training and progress.value >= 2:
+            seen.set()
+
     start_s = time.monotonic()
+    thread = act(lambda: server.post("/interrupt", {}))
     with pytest.raises(PromptError, match="interrupted"):
-        run_prompt(
-            server, prompt, report=lambda p: seen.set() if p.node_id == training and p.value >= 2 else None
-        )
+        run_prompt(server, prompt, report=watch)
     thread.join()
     assert time.monotonic() - start_s < 120
-    assert files_below(server.base / "output" / "loras") == before
+    output = server.base / "output"
+    (state,) = (output / "training_states" / "loras" / "broken_off_00001").iterdir()
+    assert (output / "loras" / "broken_off_00001_.safetensors").is_file()
     assert_same_latents(server, run_prompt(server, sampling_prompt(server, seed=21)))
+
+    only(prompt, "FerryTrainLoraOffload").update(resume_from="latest")
+    graph = node_id(prompt, "LossGraphNode")
+    thread = act(stop)
+    run_prompt(server, without_other_outputs(prompt, graph), report=watch)
+    thread.join()
+    (later,) = (output / "training_states" / "loras" / "broken_off_00002").iterdir()
+    assert state.name < later.name
+    assert server.get("/ferry/trainings") == []
 
 
 def test_saved_conditioning_is_offered_and_loads(server: ComfyServer) -> None:
