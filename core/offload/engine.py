@@ -7,7 +7,7 @@ what it uses until it ends.
 Outside all of these the model's tensors are their host masters, and reading one moves nothing: so
 optimizers, ``state_dict`` and initialisers work as on any model on the CPU.
 
-``torch.compile`` of blocks breaks its graph where these methods are called, and does not look into them.
+``torch.compile`` of blocks compiles what lies between managed layers: its graph breaks at these methods.
 
 What this module does not do: it neither attaches nor removes; ``manager`` does.
 """
