@@ -180,6 +180,8 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
     def _load(self, device_to: Any, extra_bytes: float) -> None:
         stream = self.stream
         assert stream is not None
+        # Hooks of a sampling that ended badly, maybe of another clone.
+        stream.hook_patches, self.current_hooks = {}, None
         try:
             stream.load(self.model, self.patches, device_to, extra_bytes)
         except BaseException:

@@ -10,7 +10,7 @@ from ferry_support.tiny_patchers import PATCHERS
 pytestmark = [pytest.mark.comfy, pytest.mark.gpu]
 
 
-@pytest.mark.parametrize("kind", sorted(PATCHERS))
+@pytest.mark.parametrize("kind", ["flux", "qwen", "sd3", "sdxl", "wan", "z-image"])
 def test_same_bits(kind):
     import comfy.model_management
     from comfyui_ferry.core.comfy_adapter import offload_model
