@@ -294,3 +294,105 @@ def test_out_of_memory_while_fetching_frees_the_cache_and_goes_on(monkeypatch, o
     manager.after_backward()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(mine.grad.cpu(), other.grad.cpu(), 1e-5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("delays", [False, True], ids=["prompt", "late"])
+def test_overlapped_steps_and_staged_gradients(monkeypatch, delays, micro_batches):
+    """Late gradients: every sum and every step on the host must wait for its own arrival."""
+    from comfyui_ferry.core.offload.transfer import CudaTransfer
+
+    plain_send, rng = CudaTransfer.send_gradient, random.Random(0)
+
+    def late_send(self, gradient, host):
+        with torch.cuda.stream(self.gradient_stream):
+            torch.cuda._sleep(rng.randrange(0, 2_000_000))
+        return plain_send(self, gradient, host)
+
+    if delays:
+        monkeypatch.setattr(CudaTransfer, "send_gradient", late_send)
+    plain, model = build("residual").cuda(), build("residual")
+    manager = OffloadTrainingManager(model, "cuda", True)
+    for m in (plain, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9)
+        if m is model:
+            manager.overlap_optimizer(optimizer, accumulation_steps=micro_batches)
+        for step in range(4):
+            for micro in range(micro_batches):
+                m(inputs(step * micro_batches + micro, "cuda")).square().mean().backward()
+            manager.after_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert manager.stats().pinned_bytes == manager.stats().host_bytes
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(mine.detach(), other.detach().cpu(), HOST_STEP_RTOL)
+
+
+def test_stalls_are_timed(monkeypatch):
+    """A copy held up for a known time is seen as waiting; the next step, with prompt copies, is not."""
+    from comfyui_ferry.core.offload.transfer import CudaTransfer
+
+    plain_start = CudaTransfer.start
+
+    def late_start(self, source, destination, lease):
+        with torch.cuda.stream(self.copy_stream):
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+        plain_start(self, source, destination, lease)
+
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    manager = OffloadTrainingManager(model, "cuda", True)
+    x = torch.randn(8, 256, device="cuda")
+    for delayed in (False, True):
+        monkeypatch.setattr(CudaTransfer, "start", late_start if delayed else plain_start)
+        model(x).square().mean().backward()
+        manager.after_backward()
+        stats = manager.stats()
+        assert stats.last_step.stalled_s <= stats.last_step.step_s
+    assert stats.num_steps == 2
+    assert stats.last_step.stalled_s > 0.01 and stats.last_step.bound == "link-bound"
+
+
+def test_layer_major_accumulation():
+    from comfyui_ferry.core.offload import BlockSequence, backward_layer_major
+
+    plain, model = build("residual").cuda(), build("residual")
+    batches = [inputs(step, "cuda") for step in range(3)]
+    for batch in batches:
+        plain(batch).square().mean().backward()
+    for on_host in (False, True):
+        manager = OffloadTrainingManager(model, "cuda", on_host)
+        sequence = BlockSequence(lambda x: x, list(model.blocks), lambda x, _: x.square().mean())
+        moved = []
+        for count in (1, 3):
+            model.zero_grad()
+            before = manager.stats().moved_to_target_bytes
+            backward_layer_major(manager, sequence, batches[:count])
+            manager.after_backward()
+            moved.append(manager.stats().moved_to_target_bytes - before)
+        assert moved[0] == moved[1]
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(mine.grad.cpu(), other.grad.cpu(), 1e-5)
+        manager.remove()
+        model.zero_grad()
+
+
+def test_out_of_memory_for_real_is_retried():
+    """The whole card but a little is taken by a tensor that the first try's frames hold."""
+    from comfyui_ferry.core.offload import retry_on_oom
+
+    model = build("residual")
+    manager = OffloadTrainingManager(model, "cuda", True)
+    tries = []
+
+    def step():
+        tries.append(1)
+        if len(tries) == 1:
+            free, _ = torch.cuda.mem_get_info()
+            hog = torch.empty(int(0.6 * free), dtype=torch.uint8, device="cuda")
+            torch.empty_like(hog)
+        model(inputs(0, "cuda")).square().mean().backward()
+        manager.after_backward()
+
+    retry_on_oom(manager, step)
+    assert len(tries) == 2
+    assert all(p.grad is not None for p in model.parameters())
