@@ -158,14 +158,14 @@ def find_layers(root: nn.Module, plan: ModulationPlan) -> list[CachedLayer]:
                 way_out="Name modules of this model",
             ) from error
         for path, parent, linear in pairs:
-            _check(path, parent, linear)
+            _check(path, parent, linear, rule.linear)
             if not any(tensor.requires_grad for _, tensor in _own_tensors(linear)):
                 chosen.setdefault(id(linear), CachedLayer(parent, linear))
     order = {id(module): index for index, module in enumerate(root.modules())}
     return sorted(chosen.values(), key=lambda layer: order[id(layer.linear)])
 
 
-def _check(path: str, parent: nn.Module, linear: Any) -> None:
+def _check(path: str, parent: nn.Module, linear: Any, linear_path: str) -> None:
     is_linear = isinstance(linear, nn.Linear) or (
         isinstance(getattr(linear, "in_features", None), int)
         and isinstance(getattr(linear, "out_features", None), int)
@@ -177,7 +177,10 @@ def _check(path: str, parent: nn.Module, linear: Any) -> None:
             limit=f"It is a {type(linear).__name__}, and only a Linear is known to have no other input",
             way_out="Name the Linear itself (a wrapper's base layer, if an adapter library wrapped it)",
         )
-    inside = {id(module) for module in linear.modules()}
+    wrapper, _, name = linear_path.rpartition(".")
+    # PEFT's adapters stand around a `base_layer`, which they call with the input that they were given.
+    own = find_modules(parent, wrapper)[0][1] if name == "base_layer" else linear
+    inside = {id(module) for module in own.modules()}
     for module in parent.modules():
         decides = any(True for _ in _own_tensors(module)) or isinstance(module, nn.modules.dropout._DropoutNd)
         if id(module) not in inside and decides:

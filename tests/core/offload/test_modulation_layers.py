@@ -49,3 +49,23 @@ def test_bad_requests_are_refused_before_anything_changes(parent, linear, match)
 def test_the_limit_is_a_size(limit):
     with pytest.raises(RequestError, match="limit_mb="):
         ModulationPlan((), limit_mb=limit)
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a layer."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(4, 2)
+
+
+def test_the_base_layer_inside_an_adapter_of_peft():
+    model = blocks()
+    for block in model:
+        block.modulation[1] = Adapted(block.modulation[1])
+    plan = ModulationPlan((ModulationLayers("*.modulation", "1.base_layer"),))
+    found = find_layers(model, plan)
+    assert [layer.linear for layer in found] == [block.modulation[1].base_layer for block in model]
+    with pytest.raises(RequestError, match="Adapted"):
+        find_layers(model, ModulationPlan((ModulationLayers("*.modulation", "1"),)))
