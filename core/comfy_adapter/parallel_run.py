@@ -17,6 +17,7 @@ from .worker_groups import (
     check_room,
     current_group,
     drop_dead_group,
+    lost_because,
     model_token,
 )
 
@@ -123,6 +124,8 @@ class ParallelRun:
 
     def _group(self) -> WorkerGroup:
         group = current_group(self.dims, self.devices)
+        if group is None and (reason := lost_because()) is not None:
+            raise WorkerError(f"the workers are gone: {reason} Queue the prompt again to start new ones.")
         if group is None or self.token not in group.loaded:
             raise RequestError(
                 "a parallel MODEL was called while its workers do not run",

@@ -129,6 +129,7 @@ def _share_weights(model: Any) -> tuple[HostWeights, bool]:
 
 
 _current: WorkerGroup | None = None
+_lost_because: str | None = None
 # They outlive a group: other degrees, or new workers after a fault, find the weights in place.
 _weights: weakref.WeakKeyDictionary[Any, HostWeights] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
@@ -179,8 +180,10 @@ def current_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup |
 
 def close_workers() -> None:
     """Stop the running group, if any, and give every model its weights back in ordinary memory."""
+    global _lost_because
     with _lock:
         _close_group()
+        _lost_because = None
         for model, weights in list(_weights.items()):
             weights.give_back(model.diffusion_model)
         _weights.clear()
@@ -188,9 +191,19 @@ def close_workers() -> None:
 
 def drop_dead_group() -> None:
     """Free what a group still holds whose worker died."""
+    global _lost_because
     with _lock:
         if _current is not None and not _current.pool.alive:
+            pool = _current.pool
             _close_group()
+            _lost_because = pool.ended_because
+
+
+def lost_because() -> str | None:
+    """Return why the last group was lost, in a sentence; None if it was not, or a new one runs."""
+    with _lock:
+        drop_dead_group()
+        return None if _current is not None else _lost_because
 
 
 def loaded_bytes(token: int) -> int:

@@ -108,6 +108,11 @@ class CallTable:
         """Whether the pool takes no more calls."""
         return self._ended is not None
 
+    @property
+    def ended_because(self) -> str | None:
+        """A sentence, or None while the pool takes calls."""
+        return self._ended
+
     def open(self, job: str, ranks: Sequence[int], deadline_s: float) -> PendingCall:
         """Enter a new call.
 

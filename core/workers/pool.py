@@ -83,6 +83,11 @@ class WorkerPool:
         running = all(rank.process.poll() is None for rank in self._group.ranks)
         return running and not self._calls.ended
 
+    @property
+    def ended_because(self) -> str | None:
+        """Why the pool takes no more calls, in a sentence; None while it does, as far as is known."""
+        return self._calls.ended_because
+
     def submit(
         self,
         job: str,

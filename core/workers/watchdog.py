@@ -213,6 +213,10 @@ class Watchdog:
         return [self._reports[rank] for rank in order]
 
     def _shut_down(self) -> None:
+        ended = [rank for rank in self._group.ranks if rank.process.poll() is not None]
+        for rank in ended[:1]:  # closed because somebody saw it before us
+            fate = describe_exit(rank.process.returncode)
+            self._calls.refuse(f"the pool is lost (worker rank {rank.rank} {fate}).")
         self._calls.refuse("the pool was closed.")
         if self._calls.running():
             self._group.kill()

@@ -7,6 +7,7 @@ process is *started* (its path, its environment, a parent that dies) needs the r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,8 +16,10 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from comfyui_ferry.core.workers import bootstrap, launcher
 
@@ -62,6 +65,18 @@ def install(monkeypatch: Any) -> None:
     torch.set_num_threads(1)  # a fork has none of OpenMP's threads
     names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(launcher, "subprocess", types.SimpleNamespace(Popen=ForkedProcess, **names))
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Have the launcher fork, for a whole file of tests; a group that runs already is stopped first."""
+    from comfyui_ferry.core.comfy_adapter import close_workers
+
+    close_workers()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        yield
+        close_workers()
 
 
 def _become_worker(command: list[str], log: int, env: dict[str, str], pass_fds: tuple) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import psutil
@@ -90,6 +91,6 @@ def with_lora(model: Any, strength: float = 1.0) -> Any:
 
 
 def worker_processes() -> list[int]:
-    """Return the process ids of this process' workers."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if any("bootstrap.py" in word for word in child.cmdline())]
+    """Return the process ids of this process' workers, each of which leads a session."""
+    children = (child.pid for child in psutil.Process().children(recursive=True))
+    return [pid for pid in children if os.getsid(pid) == pid]

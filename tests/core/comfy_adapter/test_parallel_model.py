@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 
-import psutil
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError, WorkerError
+from ferry_support.sampling import worker_processes
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
@@ -136,12 +136,6 @@ def fingerprint(model):
     diffusion_model = model.model.diffusion_model
     weights = {name: value.clone() for name, value in diffusion_model.state_dict().items()}
     return weights, sorted(diffusion_model.__dict__)
-
-
-def worker_processes():
-    """Pids of this process' workers."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if any("bootstrap.py" in word for word in child.cmdline())]
 
 
 @pytest.fixture(scope="module", autouse=True)

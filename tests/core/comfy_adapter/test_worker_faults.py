@@ -120,3 +120,17 @@ def test_another_server_on_the_machine_goes_on():
         os.close(read)
         os.close(write)
     assert difference(sample(parallel(model, ULYSSES_2), KIND), expected) <= TOLERANCE
+
+
+def test_workers_that_die_between_loading_and_the_first_call_are_no_mistake_of_the_user():
+    model = PATCHERS[KIND].build()
+    kept = parallel(model, ULYSSES_2)
+    expected = sample(kept, KIND)
+    pids = processes()
+    os.kill(pids[1], signal.SIGKILL)
+    until = time.monotonic() + 5
+    while worker_groups._current is not None and time.monotonic() < until:
+        worker_groups.drop_dead_group()  # as when ComfyUI asks how much memory the workers hold
+    with pytest.raises(WorkerError, match=r"workers are gone: .*rank 1 was killed by SIGKILL"):
+        kept.run.forward({"x": noise(1)})
+    assert difference(sample(kept, KIND), expected) <= TOLERANCE

@@ -14,6 +14,7 @@ from ferry_support.tiny_patchers import PATCHERS
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
 
 KIND = "wan"
+REAL_WORKERS = True  # this file also tries how they start
 
 
 @pytest.fixture
