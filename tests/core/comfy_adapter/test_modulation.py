@@ -20,6 +20,19 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+class Session:
+    """A training without files and without a server."""
+
+    def after_step(self, step, loss):
+        pass
+
+    def after_skip(self, what):
+        raise AssertionError(what)
+
+    def run(self, training):
+        training.run()
+
+
 def train(kind, *, limit_mb, targets="", captions=(7, 9)):
     """Train a little and return the adapters, the losses and the cache's figures."""
     from comfyui_ferry.core.comfy_adapter.train_lora import TrainingRequest, prepared_model
@@ -37,7 +50,7 @@ def train(kind, *, limit_mb, targets="", captions=(7, 9)):
         captions = [tiny.caption(index, tokens) for index, tokens in enumerate(captions)]
         samples = read_samples(patcher, [tiny.latent(0, 2)], captions)
         with prepared_model(patcher, request) as run:
-            losses = run.train(samples, request.training, node_id=None)
+            losses = run.train(samples, request.training, Session()).losses
             cache = run.manager.modulation_cache
             figures = (cache.num_hits, cache.num_misses, len(cache.layers)) if cache else None
             return run.adapters.state_dict(prefix="", dtype=torch.float32), losses, figures
