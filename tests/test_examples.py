@@ -35,7 +35,7 @@ def run_example(tmp_path):
 
 
 def test_offload_training_learns_and_gives_the_memory_back(run_example):
-    output = run_example(ROOT / "examples/train_offload.py", "--device=cpu", "--width=64", "--steps=30")
+    output = run_example(ROOT / "docs/examples/train_offload.py", "--device=cpu", "--width=64", "--steps=30")
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
     assert len(losses) == 30 and losses[-1] < losses[0]
     assert "0 MB of weights" in output
@@ -44,6 +44,6 @@ def test_offload_training_learns_and_gives_the_memory_back(run_example):
 def test_a_transformer_of_ones_own_gives_the_same_on_four_ranks(run_example):
     output = run_example(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-        ROOT / "examples/parallel_transformer.py", "--ring=2",
+        ROOT / "docs/examples/parallel_transformer.py", "--ring=2",
     )  # fmt: skip
     assert float(re.search(r"relative difference (\S+)", output)[1]) < 1e-5

@@ -1,6 +1,6 @@
 """Run a transformer of one's own on several GPUs by a plan, and compare with one.
 
-    pip install -e . && torchrun --nproc-per-node 2 examples/parallel_transformer.py --ring 1
+    pip install -e . && torchrun --nproc-per-node 2 docs/examples/parallel_transformer.py --ring 1
 
 The model knows nothing of ranks. It does one thing for its users: whoever calls it may give an ``override``
 for its attention. The plan says what is a token sequence; the engine does the rest, for any length.

@@ -1,6 +1,6 @@
 """Train a model whose weights and optimizer live in host memory; only what computes is on the GPU.
 
-    pip install -e . && python examples/train_offload.py
+    pip install -e . && python docs/examples/train_offload.py
 
 The first script of DiffSynth-Studio's guide to offload training, with its import changed:
 ``OffloadTrainingManager`` takes the same arguments.
