@@ -148,7 +148,7 @@ def launch(spec: WorkerSpec) -> RankGroup:
         OSError: If the system refuses a process.
     """
     visible = [visible_device(device) for device in spec.devices]
-    group = RankGroup(Path(tempfile.mkdtemp(prefix="comfyui-ferry-")), BufferLender())
+    group = RankGroup(Path(tempfile.mkdtemp(prefix=f"comfyui-ferry-{os.getpid()}-")), BufferLender())
     try:
         for rank in range(spec.num_ranks):
             group.ranks.append(_launch_rank(spec, rank, visible[rank], group))
