@@ -107,6 +107,9 @@ class _CatchingRun:
     def load(self, *args: Any, **kwargs: Any) -> None:
         """Load nothing."""
 
+    def end_sampling(self) -> None:
+        """Keep nothing for the next one."""
+
     def forward(self, arguments: dict[str, Any]) -> Any:
         """Keep the call.
 

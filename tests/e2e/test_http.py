@@ -258,7 +258,7 @@ REFUSED = [
     ("FerryParallelSampler", {"gpus": 5}, "5"),
     ("FerryParallelSampler", {"gpus": 64, "ulysses_degree": 64}, "64"),
     ("FerryTrainLoraOffload", {"steps": 0}, "steps"),
-    ("FerryTrainLoraOffload", {"rank": 0}, "rank"),
+    ("FerryTrainLoraOffload", {"rank": -1}, "rank"),
     ("FerryTrainLoraOffload", {"save_prefix": "../../escape"}, "escape"),
     ("FerryTrainLoraOffload", {"targets": "no.such.layer"}, "no.such.layer"),
     ("FerryLoadConditioning", {"conditioning_name": "missing.safetensors"}, "missing.safetensors"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from comfyui_ferry.core.comfy_adapter import close_workers, worker_groups
+from comfyui_ferry.core.comfy_adapter import close_workers
 from comfyui_ferry.core.comfy_adapter.host_weights import HostWeights
 from ferry_support import forked_workers
 from ferry_support.sampling import (
@@ -37,21 +36,6 @@ def forked(monkeypatch):
 
 def arena_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("ferry-arena")
-
-
-def memory(pids: list[int]) -> tuple[int, int]:
-    """Bytes of all these processes, a shared page counted once: the arenas, and ordinary memory."""
-    shared = private = 0
-    for pid in pids:
-        own = False
-        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-            if "-" in line.split()[0]:
-                own = "ferry-arena" in line
-            elif own and line.startswith("Pss:"):
-                shared += 1024 * int(line.split()[1])
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        private += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
-    return shared, private
 
 
 def small_module() -> nn.Module:
@@ -112,23 +96,6 @@ def test_refresh_takes_in_what_other_code_did():
     assert weights.refresh(module) is False
     module[2] = nn.Linear(8, 9)
     assert weights.refresh(module) is None
-
-
-def test_all_processes_together_hold_one_copy():
-    """200 MB; what each process takes besides is measured first, with a model that weighs nothing."""
-    sample(parallel(PATCHERS[KIND].build(), ULYSSES_2), KIND, steps=1, cfg=1.0)
-    assert worker_groups._current is not None
-    processes = [os.getpid(), *(rank.process.pid for rank in worker_groups._current.pool._group.ranks)]
-    gc.collect()
-    before = memory(processes)[1]
-    model = PATCHERS[KIND].build(dim=768, ffn_dim=3072, num_heads=12, num_layers=5)
-    size = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
-    assert size > 200e6
-    sample(parallel(model, ULYSSES_2), KIND, steps=1, cfg=1.0)
-    gc.collect()
-    shared, private = memory(processes)
-    assert size <= shared <= 1.05 * size
-    assert private - before <= 2 * 20e6
 
 
 def test_new_workers_find_the_weights_in_place_and_closing_gives_them_back():

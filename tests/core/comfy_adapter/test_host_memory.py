@@ -1,0 +1,58 @@
+"""Memory of all processes of a parallel MODEL, as the kernel counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+
+import pytest
+from comfyui_ferry.core.comfy_adapter import close_workers, worker_groups
+from ferry_support.sampling import ULYSSES_2, parallel, sample
+from ferry_support.tiny_patchers import PATCHERS
+
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(180)]
+
+# Forked ones share this process' memory until either writes to it, which would be counted as growth.
+REAL_WORKERS = True
+KIND = "wan"
+
+
+@pytest.fixture(autouse=True)
+def no_workers_left():
+    close_workers()
+    yield
+    close_workers()
+
+
+def memory(pids: list[int]) -> tuple[int, int]:
+    """Bytes of all these processes, a shared page counted once: the arenas, and ordinary memory."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier tests freed
+    shared = private = 0
+    for pid in pids:
+        own = False
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if "-" in line.split()[0]:
+                own = "ferry-arena" in line
+            elif own and line.startswith("Pss:"):
+                shared += 1024 * int(line.split()[1])
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        private += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
+    return shared, private
+
+
+def test_all_processes_together_hold_one_copy():
+    """200 MB; what each process takes besides is measured first, with a model that weighs nothing."""
+    sample(parallel(PATCHERS[KIND].build(), ULYSSES_2), KIND, steps=1, cfg=1.0)
+    assert worker_groups._current is not None
+    processes = [os.getpid(), *(rank.process.pid for rank in worker_groups._current.pool._group.ranks)]
+    before = memory(processes)[1]
+    model = PATCHERS[KIND].build(dim=768, ffn_dim=3072, num_heads=12, num_layers=5)
+    size = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
+    assert size > 200e6
+    sample(parallel(model, ULYSSES_2), KIND, steps=1, cfg=1.0)
+    shared, private = memory(processes)
+    assert size <= shared <= 1.05 * size
+    assert private - before <= 2 * 20e6
