@@ -179,3 +179,6 @@ PATCHERS = {
     ),
     "sdxl": TinyPatcher(tiny_sdxl, (4, 8, 8), 40, lambda seed: {"pooled_output": noise(1, 1280, seed=seed)}),
 }
+
+# LTX-2's latent is two, video and audio; training refuses it.
+TRAINABLE = [kind for kind, tiny in PATCHERS.items() if tiny.audio_shape is None]

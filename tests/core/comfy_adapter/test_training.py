@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
 from ferry_support.tiny_models import noise
-from ferry_support.tiny_patchers import PATCHERS
+from ferry_support.tiny_patchers import PATCHERS, TRAINABLE
 
 pytestmark = pytest.mark.comfy
 
@@ -91,7 +91,7 @@ def test_v_prediction_learns_v():
         torch.testing.assert_close(loss[0], expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", PATCHERS)
+@pytest.mark.parametrize("kind", TRAINABLE)
 def test_a_batch_computes_each_latent_with_its_own_caption(kind):
     with process_of(kind) as process, torch.no_grad():
         samples = samples_of(kind, process, 3)
