@@ -1,8 +1,8 @@
 """Try the links between GPUs in a process that may hang or crash; run as a script.
 
 Faulty peer-to-peer set-ups (PCIe ACS, an IOMMU, some virtual machines) show as a hang that nothing inside
-a process can end, or as wrong data without an error. Prints one JSON object. The GPUs are those of
-``CUDA_VISIBLE_DEVICES``.
+a process can end, or as wrong data without an error. Prints one JSON object on a line of its own: NCCL
+prints to the same place when ``NCCL_DEBUG`` is set. The GPUs are those of ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -71,4 +71,4 @@ def _all_reduce(count: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    json.dump(probe(), sys.stdout)
+    sys.stdout.write(f"\n{json.dumps(probe())}\n")

@@ -90,7 +90,10 @@ def _run(visible: str | None) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return empty | {"failure": f"it ended with code {done.returncode}: {last[:300]}"}
-    found = json.loads(done.stdout)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not answers:
+        return empty | {"failure": "it ended without an answer"}
+    found = json.loads(answers[-1])
     return found | {"failure": _wrong_data(found)}
 
 

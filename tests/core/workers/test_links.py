@@ -45,12 +45,19 @@ def test_a_good_answer_is_kept_for_other_processes_and_asked_again_on_demand(mon
     assert runs() == 3
 
 
+def test_what_nccl_prints_when_it_is_asked_to_is_no_part_of_the_answer(monkeypatch, tmp_path):
+    noise = "print('host:7:7 [0] NCCL INFO Bootstrap')"
+    script(monkeypatch, tmp_path, f"{noise}\n{answer(nccl={'version': '2', 'right': True})}\n{noise}")
+    assert links.probe_links(GPUS)["nccl"] == {"version": "2", "right": True}
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
         ("import time; time.sleep(60)", "hung for 0.5 s"),
         ("raise OSError('no link')", "code 1: OSError: no link"),
         ("import os; os.abort()", "code -6"),
+        ("print('NCCL version 2.29')", "without an answer"),
         (answer(nccl={"version": "2", "right": False}), "wrong sums"),
     ],
 )
