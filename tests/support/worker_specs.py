@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from comfyui_ferry.core.workers import Deadlines, WorkerSpec
@@ -53,3 +53,18 @@ def open_files() -> list[str]:
         except FileNotFoundError:
             pass
     return sorted(link for link in links if not link.startswith("/proc/"))
+
+
+def grown(
+    count: Callable[[], dict[str, int]], before: dict[str, int], within_s: float = 5.0
+) -> dict[str, int]:
+    """Return what `count` still has more of than `before` after a while, by how much.
+
+    Other threads (a pool's reader, the watchdog) close what they had open a moment later.
+    """
+    until = time.monotonic() + within_s
+    while more := {name: n - before.get(name, 0) for name, n in count().items() if n > before.get(name, 0)}:
+        if time.monotonic() > until:
+            return more
+        time.sleep(0.05)
+    return {}
