@@ -127,10 +127,24 @@ class Watchdog:
             looked_at = time.monotonic()
             self._take_replies(_TICK_S)
             if self._closing:
-                return True
+                self._note_the_dead()
             if self._failed or self._cause is not None:
                 return False
+            if self._closing:
+                return True
             self._cause = self._find_late(looked_at) or self._find_hanging()
+
+    def _note_the_dead(self) -> None:
+        """Count a rank that has ended as failed, if calls are under way: they should say why they end.
+
+        Somebody may have seen it and closed the pool before its connection told this thread.
+        """
+        if not self._calls.running():
+            return
+        for rank in self._group.ranks:
+            if rank.process.poll() is not None and rank.rank not in self._failed:
+                self._reports[rank.rank].ended = describe_exit(rank.process.returncode)
+                self._failed.append(rank.rank)
 
     def _take_replies(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):

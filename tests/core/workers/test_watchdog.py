@@ -130,6 +130,18 @@ def test_closing_ends_a_call_under_way():
         assert time.monotonic() - begin < 5
 
 
+def test_a_call_that_ends_because_a_rank_died_says_so_though_the_pool_is_closed_first(monkeypatch):
+    with WorkerPool.start(cpu_spec(2)) as pool:
+        call = pool.submit("sleep", {"seconds": 20}, ranks=[0])
+        monkeypatch.setattr(pool._watchdog, "_read", lambda rank: None)  # it has not been told yet
+        process = pool._group.ranks[1].process
+        process.kill()
+        process.wait(10)
+        pool.close()
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+            call.wait()
+
+
 @pytest.mark.parametrize(
     ("way", "start_s", "expected"),
     [
@@ -156,7 +168,7 @@ def test_a_rank_that_fails_at_start_stops_them_all(way, start_s, expected, monke
                 deadlines=Deadlines(start_s=start_s, stall_s=1),
             )
         )
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30  # not the 60 of the deadline; starting takes what it takes
     for part in expected:
         assert part in str(caught.value)
     assert not any(exists(rank.process.pid) for rank in groups[0].ranks)
