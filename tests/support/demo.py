@@ -83,7 +83,7 @@ def _demo() -> int:
     start_s = time.monotonic()
     print(f"ComfyUI {comfyui_version(comfyui)} from {comfyui}", flush=True)
     print("1. The tiny model (trained once, on handwritten digits) ...", flush=True)
-    link_checkpoint(ensure_checkpoint(base / "checkpoints", comfyui), base)
+    link_checkpoint(ensure_checkpoint(base / "checkpoints", comfyui, threads=2), base)
     print("2. Starting the server ...", flush=True)
     with ComfyServer(base, comfyui) as server:
         print(f"   {server.url}, log in {server.log_path}", flush=True)
