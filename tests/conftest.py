@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,23 @@ def comfyui_path() -> Path:
     if COMFYUI is None:
         pytest.skip("needs ComfyUI: set COMFYUI_PATH")
     return COMFYUI
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny matrices: threads only cost time, and sums in one order make runs comparable."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ComfyUI output folder of the test's own."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
+    return tmp_path

@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..errors import RequestError
 from ..parallel import (
     DegreePlan,
-    ModelPlan,
     ParallelDims,
-    ParallelMethod,
-    TensorShards,
     choose_degrees,
     count_work,
     head_count,
+    max_tensor_degree,
 )
 from ..plans import find_plan
 from .gpu_speed import describe_machine
 from .model_export import class_path, describe_model, innermost_forward
+from .nested import map_tensors
 from .parallel_model import ParallelPatcher, attach_run
 from .quantized import can_cut
 from .sampling import check_conditioning, check_latent
@@ -70,8 +67,8 @@ def plan_degrees(
 
     def call(override: Any) -> Any:
         options = {**(arguments.get("transformer_options") or {}), "optimized_attention_override": override}
-        moved = {name: _to_meta(value) for name, value in arguments.items()}
-        return getattr(empty, innermost_forward(empty))(**moved | {"transformer_options": options})
+        moved = map_tensors(arguments | {"transformer_options": options}, lambda tensor: tensor.to("meta"))
+        return getattr(empty, innermost_forward(empty))(**moved)
 
     try:
         work = count_work(empty, plan, call, conditionings=conditionings)
@@ -81,13 +78,12 @@ def plan_degrees(
             limit="The model's code decides by values, which are not computed here",
             way_out="Set the degrees yourself: cfg_degree 2 if cfg is above 1, the rest to ulysses_degree",
         ) from error
-    heads = head_count(plan, empty)
     chosen = choose_degrees(
         work,
         machine,
         methods=plan.methods,
-        max_ulysses=heads,
-        max_tp=_max_tensor_degree(empty, plan, max_gpus) if can_cut(model.model.diffusion_model) else 1,
+        max_ulysses=head_count(plan, empty),
+        max_tp=max_tensor_degree(empty, plan) if can_cut(model.model.diffusion_model) else 1,
     )
     return DegreeAdvice(chosen.dims.world_size, chosen.dims, _text(chosen))
 
@@ -142,33 +138,9 @@ def _first_call(model: Any, positive: list, latent: dict[str, Any]) -> dict[str,
     raise RuntimeError("the sampling ended without a denoiser call")
 
 
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if isinstance(value, dict):
-        return {key: _to_meta(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_meta(item) for item in value)
-    return value
-
-
-def _max_tensor_degree(model: torch.nn.Module, plan: ModelPlan, gpus: int) -> int:
-    """Return the most ranks, up to ``gpus``, that the model's weights can be dealt out to."""
-    if ParallelMethod.TENSOR not in plan.methods:
-        return 1
-    for degree in range(gpus, 1, -1):
-        try:
-            TensorShards(model, plan, degree=degree, rank=degree - 1)
-        except RequestError:
-            continue
-        return degree
-    return 1
-
-
 def _text(chosen: DegreePlan) -> str:
     lines = [chosen.reason, "", "Predicted seconds a step (waiting for links), GiB on each GPU:"]
     for one in chosen.predictions[:8]:
-        degrees = " x ".join(f"{axis} {degree}" for axis, degree in one.dims.degrees.items() if degree > 1)
         memory = f"{one.memory_bytes / 2**30:.1f}"
-        lines.append(f"{degrees or 'one GPU'}: {one.step_s:.3g} s ({one.exchange_s:.2g} s), {memory}")
+        lines.append(f"{one.dims.text or 'one GPU'}: {one.step_s:.3g} s ({one.exchange_s:.2g} s), {memory}")
     return "\n".join(lines)

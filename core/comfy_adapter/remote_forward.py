@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ..errors import RequestError
 from .model_export import innermost_forward
+from .nested import map_tensors
 
 if TYPE_CHECKING:
     from .parallel_run import ParallelRun
@@ -44,7 +44,7 @@ class RemoteForward:
         x = arguments["x"]
         device = (x[0] if isinstance(x, list) else x).device  # video with audio is a list of latents
         output = self.run.forward(arguments)
-        return _to_device(output, device)
+        return map_tensors(output, lambda tensor: tensor.to(device))
 
 
 class RemoteInjection:
@@ -107,9 +107,3 @@ def _flatten(bound: inspect.BoundArguments) -> dict[str, Any]:
         else:
             arguments[name] = value
     return arguments
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return type(value)(_to_device(item, device) for item in value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import comfy.float
@@ -25,6 +25,7 @@ from ..parallel import (
 from ..plans import find_plan
 from . import quantized
 from .model_export import innermost_forward, named_parameters
+from .nested import map_tensors
 from .patch_messages import PREFIX, decode_patches
 from .sent_tensors import unpack
 
@@ -113,7 +114,7 @@ class WorkerModel:
                 options = moved["transformer_options"]
                 options["optimized_attention_override"] = self.handle.attention_override
                 output = self.handle.run(own_forward, **moved)
-            return _map_tensors(output, lambda tensor: tensor.cpu())
+            return map_tensors(output, lambda tensor: tensor.cpu())
 
     def _assign(self) -> None:
         """Point every parameter and buffer at this rank's part of its arena tensor, on the rank's device."""
@@ -205,16 +206,6 @@ def _whole_weights(
                 f"{name} was built {tuple(expected[name].shape)}, received {tuple(tensor.shape)}"
             )
     return weights
-
-
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, function) for item in value)
-    return value
 
 
 def _lora_dtype(device: torch.device) -> torch.dtype:

@@ -11,14 +11,14 @@ What this module does not do: it decides nothing; ``step_timer`` measures for th
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-Mark = float | torch.cuda.Event
+from .marks import Mark, is_over, mark_now, seconds_between
+
 Bound = Literal["link-bound", "compute-bound"]
 
 # A step that waits for more than this share of its time would gain by fewer bytes, not by a faster GPU.
@@ -65,8 +65,8 @@ class _Span:
 
     def collect(self) -> None:
         """Add up the waits that are over."""
-        while self.waits and _is_over(self.waits[0][1]):
-            self.stalled_s += _seconds(*self.waits.popleft())
+        while self.waits and is_over(self.waits[0][1]):
+            self.stalled_s += seconds_between(*self.waits.popleft())
 
 
 class StepClock:
@@ -93,11 +93,7 @@ class StepClock:
 
     def mark(self) -> Mark:
         """Return this moment of the computing stream."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return mark_now(self._device)
 
     def begin(self, moved: tuple[int, int]) -> None:
         """Begin a step, unless one is open; ``moved`` are the bytes to target and host so far."""
@@ -128,22 +124,11 @@ class StepClock:
             assert span.stop is not None
             if wait and isinstance(span.stop, torch.cuda.Event):
                 span.stop.synchronize()
-            if not _is_over(span.stop):
+            if not is_over(span.stop):
                 return
             self._ended.popleft()
             span.collect()
-            self.last = StepStats(_seconds(span.start, span.stop), span.stalled_s, *span.moved)
+            self.last = StepStats(seconds_between(span.start, span.stop), span.stalled_s, *span.moved)
             self.num_steps += 1
             self.step_s += self.last.step_s
             self.stalled_s += self.last.stalled_s
-
-
-def _is_over(mark: Mark) -> bool:
-    return mark.query() if isinstance(mark, torch.cuda.Event) else True
-
-
-def _seconds(start: Mark, stop: Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
-        return start.elapsed_time(stop) / 1000
-    assert isinstance(start, float) and isinstance(stop, float)
-    return stop - start

@@ -8,17 +8,16 @@ What this module does not do: it decides nothing; see ``tuner``.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
+from .marks import Mark, mark_now, seconds_between
+
 if TYPE_CHECKING:
     from .buckets import Bucket
     from .engine import Engine
-
-Mark = float | torch.cuda.Event
 
 
 class StepTimer:
@@ -39,11 +38,7 @@ class StepTimer:
 
     def mark(self) -> Mark:
         """Return this moment."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return mark_now(self._device)
 
     def begin(self, kind: str) -> None:
         """Begin a span, unless one of its kind is open."""
@@ -73,7 +68,7 @@ class StepTimer:
         """Return the length of all spans of a kind; waits for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return sum(_seconds(start, stop) for start, stop in self._spans.get(kind, ()))
+        return sum(seconds_between(start, stop) for start, stop in self._spans.get(kind, ()))
 
     def compute_seconds(self, kind: str) -> float:
         """Return the seconds of a kind of pass without its waiting."""
@@ -104,10 +99,3 @@ def watch(engine: Engine, timer: StepTimer) -> StepTimer:
     before, engine.timer = engine.timer, timer
     engine.transfer.timer = timer
     return before
-
-
-def _seconds(start: Mark, stop: Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
-        return start.elapsed_time(stop) / 1000
-    assert isinstance(start, float) and isinstance(stop, float)
-    return stop - start

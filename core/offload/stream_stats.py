@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from .marks import Mark, is_over, mark_now, seconds_between
 
 if TYPE_CHECKING:
     from .stream_buffers import StreamPool
@@ -104,25 +105,20 @@ class PassClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
         self._device = device
-        self._marks: list = []
-        self._waits: list[tuple] = []
+        self._marks: list[Mark] = []
+        self._waits: list[tuple[Mark, Mark]] = []
         self._pending: deque[tuple] = deque(maxlen=_MAX_PENDING)
         self._is_running = False
         # On the CPU a copy is over when its start returns, so it is waited for wherever it is started.
-        self.copies_block = not self._is_cuda
+        self.copies_block = device.type != "cuda"
         self.num_passes = 0
         self.pass_s = 0.0
         self.stall_s = 0.0
 
-    def now(self) -> object:
+    def now(self) -> Mark:
         """Return a moment on the current stream, or of the host's clock."""
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            return event
-        return time.perf_counter()
+        return mark_now(self._device)
 
     def begin_pass(self) -> None:
         """Note that a forward starts."""
@@ -137,7 +133,7 @@ class PassClock:
         self._pending.append((self._marks[0], self.now(), self._waits))
         self._resolve()
 
-    def waited(self, begin: object, end: object) -> None:
+    def waited(self, begin: Mark, end: Mark) -> None:
         """Note that a copy was waited for between two moments."""
         if self._is_running:
             self._waits.append((begin, end))
@@ -150,11 +146,8 @@ class PassClock:
     def _resolve(self) -> None:
         while self._pending:
             begin, end, waits = self._pending[0]
-            if self._is_cuda and not end.query():
+            if not is_over(end):
                 return
             self._pending.popleft()
-            self.pass_s = self._seconds(begin, end)
-            self.stall_s = sum(self._seconds(first, last) for first, last in waits)
-
-    def _seconds(self, begin, end) -> float:  # noqa: ANN001 - two events or two numbers
-        return begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin
+            self.pass_s = seconds_between(begin, end)
+            self.stall_s = sum(seconds_between(first, last) for first, last in waits)

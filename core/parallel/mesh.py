@@ -58,6 +58,11 @@ class ParallelDims:
         """The degrees by axis name, outermost axis first."""
         return {axis: getattr(self, axis) for axis in _AXES}
 
+    @property
+    def text(self) -> str:
+        """The methods in use, for people: ``"cfg 2 x ulysses 2"``; empty for one rank."""
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1)
+
     def validate(self, *, num_gpus: int) -> None:
         """Check the degrees against each other and the number of GPUs.
 

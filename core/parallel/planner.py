@@ -114,8 +114,8 @@ def _reason(best: Prediction, alone: Prediction, machine: Machine) -> str:
             if machine.gpus > 1
             else f"One GPU, {best.step_s:.3g} s a step predicted."
         )
-    degrees = " x ".join(f"{axis} {degree}" for axis, degree in best.dims.degrees.items() if degree > 1)
-    text = f"{best.dims.world_size} of {machine.gpus} GPUs, {degrees}: {best.step_s:.3g} s a step predicted"
+    chosen = f"{best.dims.world_size} of {machine.gpus} GPUs, {best.dims.text}"
+    text = f"{chosen}: {best.step_s:.3g} s a step predicted"
     if alone.memory_bytes > machine.memory_bytes:
         return f"{text}; one GPU cannot hold the model."
     exchanged = 100 * best.exchange_s / best.step_s

@@ -40,13 +40,11 @@ def find_text_encoder_plan(class_path: str) -> ModelPlan:
     Raises:
         RequestError: If there is none; the message lists the classes that have one.
     """
-    for plan in TEXT_ENCODER_PLANS:
-        if plan.class_path == class_path:
-            return plan
-    supported = ", ".join(f"{plan.name} ({plan.class_path})" for plan in TEXT_ENCODER_PLANS)
-    raise RequestError(
-        f"sharing the weights of the text encoder {class_path} was asked",
-        limit=f"Text encoders with a plan are {supported}",
+    return _find(
+        TEXT_ENCODER_PLANS,
+        class_path,
+        asked=f"sharing the weights of the text encoder {class_path} was asked",
+        limit="Text encoders with a plan are",
         way_out="Encode on one GPU",
     )
 
@@ -60,12 +58,20 @@ def find_plan(class_path: str) -> ModelPlan:
     Raises:
         RequestError: If there is none; the message lists the classes that have one.
     """
-    for plan in PLANS:
-        if plan.class_path == class_path:
-            return plan
-    supported = ", ".join(f"{plan.name} ({plan.class_path})" for plan in PLANS)
-    raise RequestError(
-        f"parallel sampling of {class_path} was asked",
-        limit=f"Models with a parallel plan are {supported}",
+    return _find(
+        PLANS,
+        class_path,
+        asked=f"parallel sampling of {class_path} was asked",
+        limit="Models with a parallel plan are",
         way_out="Use one of them, or sample this model with a stock KSampler on one GPU",
     )
+
+
+def _find(
+    plans: tuple[ModelPlan, ...], class_path: str, *, asked: str, limit: str, way_out: str
+) -> ModelPlan:
+    for plan in plans:
+        if plan.class_path == class_path:
+            return plan
+    supported = ", ".join(f"{plan.name} ({plan.class_path})" for plan in plans)
+    raise RequestError(asked, limit=f"{limit} {supported}", way_out=way_out)

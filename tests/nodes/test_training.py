@@ -12,25 +12,9 @@ from comfyui_ferry.core.errors import RequestError
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS, TRAINABLE
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 WAN = PATCHERS["wan"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def output(tmp_path, monkeypatch):
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
-    return tmp_path
 
 
 def node():

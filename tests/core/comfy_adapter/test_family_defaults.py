@@ -8,7 +8,7 @@ from comfyui_ferry.core.errors import RequestError
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 # Adam's step is the same for every weight, and a layer adds up as many as it is wide: the tiny networks
 # are 10 to 100 times narrower than the ones that the learning rates are for.
@@ -66,14 +66,6 @@ def newer_flux(name):
     return TinyPatcher(
         lambda: build_patcher(kind, dict(config)), shape, config["context_in_dim"], lambda _: {}
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def node_values(**changes):

@@ -6,18 +6,10 @@ import pytest
 import torch
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 # How many layers each tiny model has, all of them computed once a micro-step ahead.
 LAYERS = {"flux": 2 * 2 + 2, "qwen": 2 * 3, "sd3": 2 * 2 + 1, "z-image": 2 + 2 + 1}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Session:

@@ -16,7 +16,7 @@ from comfyui_ferry.core.errors import RequestError, SaveError, TrainingError
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS, TRAINABLE
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 # The same kernels on the same values; only the order in which gradients of a shared tensor are added
 # may differ. 3e-7 is seen; 1.2e-6 for the UNet, whose skip connections add gradients everywhere.
@@ -24,23 +24,6 @@ EXACT = {"flux": 1e-6, "qwen": 1e-6, "wan": 1e-6, "z-image": 1e-6, "sd3": 1e-6, 
 # Against weights with the LoRA merged in: one matmul instead of two, through the whole network.
 # 3e-5 is seen.
 MERGED = 5e-4
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny matrices: threads only cost time, and sums in one order make runs comparable."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def output(tmp_path, monkeypatch):
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
-    return tmp_path
 
 
 def request(**changes):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_ferry.core.offload import OffloadTrainingManager
-from comfyui_ferry.core.offload import step_clock as clock_module
+from comfyui_ferry.core.offload import OffloadTrainingManager, marks
 from comfyui_ferry.core.offload.step_clock import StepClock, bound_of
 from comfyui_ferry.core.offload.transfer import Transfer
 from ferry_support.offload_cases import build, inputs
@@ -15,7 +14,7 @@ from ferry_support.offload_cases import build, inputs
 def now(monkeypatch):
     """A clock that moves when it is told to."""
     time = [100.0]
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: time[0])
+    monkeypatch.setattr(marks.time, "perf_counter", lambda: time[0])
     return time
 
 

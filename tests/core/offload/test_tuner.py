@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
-from comfyui_ferry.core.offload import OffloadBudget, OffloadTrainingManager, step_timer, transfer, tuner
+from comfyui_ferry.core.offload import OffloadBudget, OffloadTrainingManager, marks, transfer, tuner
 from comfyui_ferry.core.offload.planner import GB
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -56,7 +56,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     clock = Clock(bytes_per_s=100 * ONE, block_s=0.004)
-    for module in (step_timer, transfer, tuner):
+    for module in (marks, transfer, tuner):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=clock.perf_counter))
     monkeypatch.setattr(
         transfer.Transfer, "_copy_now", lambda self, source, target: clock.copy(source, target)

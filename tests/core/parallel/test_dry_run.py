@@ -19,26 +19,16 @@ NAMES = (
 
 def _work(name, **changes):
     from comfyui_ferry.core.parallel.dry_run import count_work
-    from ferry_support.parity import forward_of, plan_of
+    from ferry_support.parity import forward_of, moved, plan_of
 
     case = CASES[name]
-    model, inputs = case.build().to("meta"), to_meta(case.inputs())
+    model, inputs = case.build().to("meta"), moved(case.inputs(), torch.device("meta"))
 
     def call(override):
         options = {"optimized_attention_override": override}
         return forward_of(model)(**inputs | {"transformer_options": options})
 
     return count_work(model, plan_of(model), call, **changes)
-
-
-def to_meta(value):
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if isinstance(value, dict):
-        return {key: to_meta(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_meta(item) for item in value)
-    return value
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,14 +25,7 @@ from comfyui_ferry.core.training import (
 from torch import nn
 from torch.nn import functional as F
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny matrices: threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):
