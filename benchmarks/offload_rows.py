@@ -12,8 +12,10 @@ A rival is imported from where it is said to be: a folder with the unpacked whee
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ QWEN_TARGETS = (
 RANK = 32
 ROWS = {
     "toy": ("gpu only", "gpu only, fused", "ferry", "ferry, overlapped", "diffsynth"),
-    "qwen": ("gpu only", "ferry", "ferry, budget", "diffsynth", "musubi"),
+    "qwen": ("gpu only", "ferry", "ferry, modulation", "ferry, budget", "diffsynth", "musubi"),
 }
 RIVALS = ("diffsynth", "musubi")
 
@@ -52,6 +54,8 @@ class Job:
         rivals: Where each rival lies.
         budget_gb: Target memory of the row with a budget, in GB (10**9 bytes).
         manager: Our manager once attached, for its statistics.
+        ahead: What was computed ahead by the row with a modulation cache: for how many ``steps``, in how
+            many ``seconds``.
     """
 
     work: str
@@ -62,6 +66,7 @@ class Job:
     rivals: dict[str, str]
     budget_gb: float
     manager: Any = field(default=None)
+    ahead: dict[str, float] = field(default_factory=dict)
 
     def build(self) -> Step:
         """Return one training step."""
@@ -151,12 +156,7 @@ class Lora(nn.Module):
 
     def add_to(self, linear: nn.Linear) -> None:
         """Add its output to what the layer gives."""
-        plain = linear.forward
-
-        def forward(input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear gives it
-            return plain(input) + self.up(self.down(input))
-
-        linear.forward = forward
+        linear.register_forward_hook(lambda _, inputs, output: output + self.up(self.down(inputs[0])))
 
 
 def _build_qwen(job: Job) -> Step:
@@ -190,13 +190,27 @@ def _build_qwen(job: Job) -> Step:
         "hidden_states": torch.randn(1, side * side, 64, device=job.device),
         "encoder_hidden_states": torch.randn(1, tokens, width, device=job.device),
         "encoder_hidden_states_mask": torch.ones(1, tokens, device=job.device, dtype=torch.bool),
-        "timestep": torch.tensor([0.5], device=job.device),
         "img_shapes": [[(1, side, side)]],
         "return_dict": False,
     }
 
+    timesteps = torch.rand(10_000, 1, generator=torch.Generator().manual_seed(0)).to(
+        job.device, torch.bfloat16
+    )
+    forwards = [functools.partial(model, timestep=timestep, **inputs) for timestep in timesteps]
+    done = prepared = 0
+
     def step() -> None:
-        (model(**inputs)[0].float() - 1).pow(2).mean().backward()
+        nonlocal done, prepared
+        if done == prepared and "modulation" in job.row:
+            begin = time.perf_counter()
+            prepared += job.manager.modulation_cache.precompute(forwards[done:])
+            if torch.device(job.device).type == "cuda":
+                torch.cuda.synchronize()
+            job.ahead = {"steps": prepared - done, "seconds": time.perf_counter() - begin}
+        forward = forwards[done]
+        done += 1
+        (forward()[0].float() - 1).pow(2).mean().backward()
         step_end()
         optimizer.step()
         optimizer.zero_grad()
@@ -224,9 +238,13 @@ def _attach_qwen(job: Job, model: nn.Module) -> Step:
         return load_diffsynth(job.rivals["diffsynth"])(model, job.device).after_backward
     offload = load_ferry()
     budget = offload.OffloadBudget(vram_gb=job.budget_gb) if "budget" in job.row else None
+    modulation = None
+    if "modulation" in job.row:
+        paths = ("transformer_blocks.*.img_mod", "transformer_blocks.*.txt_mod")
+        modulation = offload.ModulationPlan(tuple(offload.ModulationLayers(path, "1") for path in paths))
     # 800 MB: one transformer block (about 680 MB) moves as a whole.
     job.manager = offload.OffloadTrainingManager(
-        model, job.device, cpu_offload_split_threshold=800, budget=budget
+        model, job.device, cpu_offload_split_threshold=800, budget=budget, modulation=modulation
     )
     return job.manager.after_backward
 

@@ -53,6 +53,7 @@ def run_row(job: Job, *, warm_up: int, steps: int) -> dict[str, Any]:
         result["peak_bytes"] = torch.cuda.max_memory_allocated()
         result["device"] = torch.cuda.get_device_name()
     if job.manager is not None:
+        result["ahead"] = job.ahead
         result["stats"] = {**dataclasses.asdict(job.manager.stats()), "bound": job.manager.stats().bound}
     return result
 
@@ -90,6 +91,9 @@ def summarize(name: str, results: list[dict[str, Any]]) -> str:
     peak = f"{max(peaks) / 1e9:.2f} GB" if peaks else ""
     spread = f"{min(seconds):.4f} to {max(seconds):.4f} s"
     bound = ", ".join(sorted(map(str, bounds)))
+    ahead = next((result["ahead"] for result in results if result.get("ahead")), None)
+    if ahead:
+        bound += f"; {ahead['seconds']:.2f} s ahead of every {ahead['steps']} steps"
     return f"| {name} | {statistics.median(seconds):.4f} s{failed} | {spread} | {peak} | {bound} |"
 
 
