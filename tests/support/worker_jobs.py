@@ -148,6 +148,7 @@ def borrow(value):
 
 def commit_fault(kind):
     """Die, hang or raise, in the way that `kind` names."""
+    print(f"a fault is planted at {time.monotonic():.3f}", flush=True)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -160,6 +161,8 @@ def commit_fault(kind):
         raise KeyError("a planted error")
     elif kind == "oom":
         planted_allocation()
+    elif kind == "gpu-oom":
+        torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
 
 
 def planted_allocation():
