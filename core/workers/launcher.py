@@ -150,8 +150,8 @@ def launch(spec: WorkerSpec) -> RankGroup:
     visible = [visible_device(device) for device in spec.devices]
     group = RankGroup(Path(tempfile.mkdtemp(prefix=f"comfyui-ferry-{os.getpid()}-")), BufferLender())
     try:
-        for rank in range(spec.num_ranks):
-            group.ranks.append(_launch_rank(spec, rank, visible[rank], group))
+        for index, rank in enumerate(spec.ranks):
+            group.ranks.append(_launch_rank(spec, rank, visible[index], group))
     except BaseException:
         group.close()
         raise
@@ -189,7 +189,7 @@ def _launch_rank(spec: WorkerSpec, rank: int, visible: str, group: RankGroup) ->
     counter = mmap.mmap(heartbeat.descriptor, bootstrap.HEARTBEAT_BYTES)
     # Our mapping of received buffers is written by the worker alone; we only copy out of it.
     link = Link(ours, group.lender, writable=True)
-    return RankProcess(rank, spec.devices[rank], process, link, log_path, counter, lifeline)
+    return RankProcess(rank, spec.devices[len(group.ranks)], process, link, log_path, counter, lifeline)
 
 
 def _environment(spec: WorkerSpec, rank: int, visible: str) -> dict[str, str]:

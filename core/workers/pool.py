@@ -30,7 +30,13 @@ class WorkerPool:
         self.spec = spec
         self._group = group
         self._calls = CallTable()
-        self._watchdog = Watchdog(group, self._calls, spec.deadlines, waiting_shows=spec.backend == "nccl")
+        self._watchdog = Watchdog(
+            group,
+            self._calls,
+            spec.deadlines,
+            waiting_shows=spec.backend == "nccl",
+            sees_all=spec.world_size == spec.num_ranks,
+        )
         self._order = threading.Lock()
         self._jobs: frozenset[str] = frozenset()
         self._finalizer = weakref.finalize(self, self._watchdog.close)
@@ -60,22 +66,22 @@ class WorkerPool:
             group.close()
             raise
         try:
-            payloads = {rank: _start_arguments(spec, rank, pool._group) for rank in range(spec.num_ranks)}
+            payloads = {rank: _start_arguments(spec, rank, pool._group) for rank in spec.ranks}
             call = pool._submit("start", payloads, spec.deadlines.start_s, kind="start")
             jobs = call.wait(poll=poll)
-            if any(names != jobs[0] for names in jobs.values()):
+            if len(set(map(tuple, jobs.values()))) > 1:
                 raise WorkerError(f"{spec.setup} registered different jobs on different ranks: {jobs}")
         except BaseException:
             pool.close()
             raise
-        pool._jobs = frozenset(jobs[0])
+        pool._jobs = frozenset(next(iter(jobs.values())))
         pool._watchdog.expect_heartbeats()
         return pool
 
     @property
     def ranks(self) -> range:
         """All ranks."""
-        return range(self.spec.num_ranks)
+        return self.spec.ranks
 
     @property
     def alive(self) -> bool:
@@ -166,7 +172,7 @@ class WorkerPool:
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(self.ranks):
             raise RequestError(
                 f"ranks {chosen} were asked",
-                limit=f"The pool has ranks 0 to {self.spec.num_ranks - 1}, each of which can be named once",
+                limit=f"The pool has ranks {self.ranks[0]} to {self.ranks[-1]}, and each can be named once",
                 way_out="Name at least one of them",
             )
         if payloads_by_rank is not None:
@@ -183,7 +189,7 @@ class WorkerPool:
             fields["call"] = call.number
             for index, rank in enumerate(payloads):
                 try:
-                    self._group.ranks[rank].link.send(fields, outgoing, index)
+                    self._group.ranks[rank - self.ranks[0]].link.send(fields, outgoing, index)
                 except OSError as error:
                     self._watchdog.report(f"worker rank {rank} could not be sent a call: {error}")
                     break
@@ -210,10 +216,11 @@ def _encode(payloads: Mapping[int, Mapping[str, Any]], group: RankGroup) -> Outg
 def _start_arguments(spec: WorkerSpec, rank: int, group: RankGroup) -> dict[str, Any]:
     return {
         "rank": rank,
-        "world_size": spec.num_ranks,
+        "world_size": spec.world_size,
         "on_gpu": spec.on_gpu,
         "backend": spec.backend,
-        "rendezvous": str(group.directory / "rendezvous"),
+        "rendezvous": str(group.directory / "rendezvous") if spec.span is None else None,
+        "store": None if spec.span is None else spec.span.store,
         "collective_s": float(spec.deadlines.collective_s),
         "num_threads": spec.threads_per_rank(),
         "import_paths": [str(path) for path in spec.import_paths],

@@ -95,6 +95,8 @@ class SharedArena:
                 limit=f"The arena holds {have} under this name",
                 way_out="Write the same shape and dtype, or add the tensor under a new name",
             )
+        if self._file is not None:
+            self._file.version += 1
         if tensor.numel():
             write_tensor(target.reshape(-1).view(torch.uint8), 0, tensor)
 

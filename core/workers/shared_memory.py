@@ -46,9 +46,13 @@ class SharedFile:
     Args:
         descriptor: A file descriptor that now belongs to this object.
         size_bytes: Bytes that may be mapped.
+
+    Attributes:
+        version: Grows whenever its owner changed what others may have copied.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.version = 0
         self.descriptor = descriptor
         self.size_bytes = size_bytes
         self._closer = weakref.finalize(self, os.close, descriptor)

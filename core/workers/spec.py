@@ -57,6 +57,21 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
+class RankSpan:
+    """Where a pool's ranks stand among all that compute together, if others run on other machines.
+
+    Attributes:
+        first_rank: Number of the pool's first rank; its others follow.
+        world_size: Number of all ranks.
+        store: ``host:port`` of the ``torch.distributed.TCPStore`` in which they meet.
+    """
+
+    first_rank: int
+    world_size: int
+    store: str
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """The workers of one pool.
 
@@ -74,6 +89,7 @@ class WorkerSpec:
             loaded from exactly that folder, as the pack is.
         num_threads: CPU threads of each worker; None divides the machine's cores evenly.
         deadlines: How long to wait for what.
+        span: Given if the pool is a part of a larger one; None: it is all there is.
 
     Raises:
         RequestError: If a value is impossible whatever the machine.
@@ -89,6 +105,7 @@ class WorkerSpec:
     import_roots: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     num_threads: int | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
+    span: RankSpan | None = None
 
     def __post_init__(self) -> None:
         self._check_devices()
@@ -110,6 +127,17 @@ class WorkerSpec:
     def num_ranks(self) -> int:
         """Number of worker processes."""
         return len(self.devices)
+
+    @property
+    def ranks(self) -> range:
+        """Their ranks."""
+        first = 0 if self.span is None else self.span.first_rank
+        return range(first, first + self.num_ranks)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that compute together, those of other pools included."""
+        return self.num_ranks if self.span is None else self.span.world_size
 
     @property
     def on_gpu(self) -> bool:

@@ -46,14 +46,21 @@ class StallDetector:
         processes: By rank.
         limit_s: How long a rank may do nothing.
         one_is_enough: Whether one sleeping rank means a fault, because waiting for others shows as work.
+        all_are_enough: Whether all of a call's ranks sleeping means one: they have nobody else to wait for.
     """
 
     def __init__(
-        self, processes: Mapping[int, ProcessActivity], limit_s: float, *, one_is_enough: bool
+        self,
+        processes: Mapping[int, ProcessActivity],
+        limit_s: float,
+        *,
+        one_is_enough: bool,
+        all_are_enough: bool = True,
     ) -> None:
         self._processes = processes
         self._limit_s = limit_s
         self._one_is_enough = one_is_enough
+        self._all_are_enough = all_are_enough
         self._idle_s = dict.fromkeys(processes, 0.0)
         self._stopped_s = dict.fromkeys(processes, 0.0)
         self._calls: dict[int, list[int]] = {}
@@ -75,7 +82,7 @@ class StallDetector:
         for jobs, ranks in _connected(calls):
             idle = tuple(sorted(rank for rank in ranks if self._idle_s[rank] >= self._limit_s))
             enough = self._one_is_enough and "start" not in jobs
-            if idle and (enough or len(idle) == len(ranks)):
+            if idle and (enough or (self._all_are_enough and len(idle) == len(ranks))):
                 return Stall(idle, tuple(sorted(jobs)), self._limit_s)
         return None
 

@@ -41,10 +41,17 @@ class Watchdog:
         calls: The calls under way.
         deadlines: How long to wait.
         waiting_shows: Whether a rank that waits for others works meanwhile, as it does with NCCL.
+        sees_all: Whether there are no ranks besides this pool's, for which these could be waiting.
     """
 
     def __init__(
-        self, group: RankGroup, calls: CallTable, deadlines: Deadlines, *, waiting_shows: bool
+        self,
+        group: RankGroup,
+        calls: CallTable,
+        deadlines: Deadlines,
+        *,
+        waiting_shows: bool,
+        sees_all: bool = True,
     ) -> None:
         self._group = group
         self._calls = calls
@@ -68,6 +75,7 @@ class Watchdog:
             {rank.rank: ProcessActivity(rank.process.pid) for rank in group.ranks},
             deadlines.stall_s,
             one_is_enough=waiting_shows,
+            all_are_enough=sees_all,
         )
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for rank in group.ranks:

@@ -118,7 +118,8 @@ def _start(
     world_size: int,
     on_gpu: bool,
     backend: str,
-    rendezvous: str,
+    rendezvous: str | None,
+    store: str | None,
     collective_s: float,
     num_threads: int,
     import_paths: list[str],
@@ -133,12 +134,18 @@ def _start(
     sys.path[:0] = import_paths
     for alias, folder in import_roots.items():
         load_package(alias, folder)
+    timeout = datetime.timedelta(seconds=collective_s)
+    if store is None:
+        meeting: dict[str, Any] = {"init_method": f"file://{rendezvous}"}
+    else:
+        host, _, port = store.rpartition(":")
+        meeting = {"store": dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)}
     dist.init_process_group(
         backend,
-        init_method=f"file://{rendezvous}",
+        **meeting,
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=collective_s),
+        timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
     module = importlib.import_module(setup_module)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import tempfile
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from comfyui_ferry.core.errors import RequestError, WorkerError
-from comfyui_ferry.core.workers import WorkerPool
+from comfyui_ferry.core.workers import Deadlines, WorkerPool
+from comfyui_ferry.core.workers.spec import RankSpan
 from ferry_support.worker_specs import cpu_spec, exists, grown, open_files, pids, wait_until_gone
 
 
@@ -292,3 +295,28 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_process():
     with pytest.raises(RequestError, match="torch sees 0 GPUs"):
         WorkerPool.start(cpu_spec(2, devices=(0, 1), backend="nccl"))
     assert grown(leftovers, before) == {}
+
+
+def test_two_pools_compute_together_as_the_ranks_of_one_world():
+    """As they do on two machines; and the ranks that wait for the other pool's are no fault."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+    limits = Deadlines(start_s=60, call_s=30, stall_s=0.5)
+    spans = [RankSpan(rank, 2, f"127.0.0.1:{store.port}") for rank in (0, 1)]
+    specs = [cpu_spec(1, span=span, deadlines=limits) for span in spans]
+    pools: list[WorkerPool] = []
+    threads = [
+        threading.Thread(target=lambda spec=spec: pools.append(WorkerPool.start(spec))) for spec in specs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    first, second = sorted(pools, key=lambda pool: pool.ranks[0])
+    with first, second:
+        waiting = first.submit("meet", {"after": 1})
+        time.sleep(limits.stall_s + 1)
+        second.call("meet", {"after": 1})
+        assert waiting.wait() == {0: torch.tensor([2.0])}
+        assert second.call("describe")[1]["rank"] == 1
+        with pytest.raises(RequestError, match="has ranks 1 to 1"):
+            second.call("echo", {"value": 1}, ranks=[0])
