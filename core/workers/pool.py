@@ -1,16 +1,15 @@
-"""``WorkerPool``: what the rest of the pack sees of the worker processes."""
+"""``WorkerPool``: the worker processes of this machine."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ..errors import RequestError, WorkerError
-from .calls import CallTable, PendingCall
+from ..errors import WorkerError
+from .calls import PendingCall
 from .channel import Outgoing
+from .engine import RankEngine
 from .launcher import RankGroup, launch
 from .links import check_links
 from .protocol import PayloadEncoder
@@ -18,18 +17,15 @@ from .spec import WorkerSpec
 from .watchdog import Watchdog
 
 
-class WorkerPool:
-    """Running worker processes, one per rank, that serve any number of calls.
+class WorkerPool(RankEngine):
+    """Running worker processes on this machine, one per rank.
 
-    Several threads may submit calls. All ranks receive the calls in one order, so calls that meet in a
-    rank cannot wait for each other inside collectives; calls on different ranks run at the same time.
-    Made by ``start``; a context manager; also closed when it is collected and when Python exits.
+    Made by ``start``; also closed when it is collected and when Python exits.
     """
 
     def __init__(self, spec: WorkerSpec, group: RankGroup) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._group = group
-        self._calls = CallTable()
         self._watchdog = Watchdog(
             group,
             self._calls,
@@ -37,8 +33,6 @@ class WorkerPool:
             waiting_shows=spec.backend == "nccl",
             sees_all=spec.world_size == spec.num_ranks,
         )
-        self._order = threading.Lock()
-        self._jobs: frozenset[str] = frozenset()
         self._finalizer = weakref.finalize(self, self._watchdog.close)
         self._watchdog.start()
 
@@ -79,105 +73,15 @@ class WorkerPool:
         return pool
 
     @property
-    def ranks(self) -> range:
-        """All ranks."""
-        return self.spec.ranks
-
-    @property
     def alive(self) -> bool:
         """Whether the pool takes calls."""
         running = all(rank.process.poll() is None for rank in self._group.ranks)
         return running and not self._calls.ended
 
-    @property
-    def ended_because(self) -> str | None:
-        """Why the pool takes no more calls, in a sentence; None while it does, as far as is known."""
-        return self._calls.ended_because
-
-    def submit(
-        self,
-        job: str,
-        payload: Mapping[str, Any] | None = None,
-        *,
-        payloads_by_rank: Mapping[int, Mapping[str, Any]] | None = None,
-        ranks: Sequence[int] | None = None,
-        deadline_s: float | None = None,
-    ) -> PendingCall:
-        """Send a call and return at once.
-
-        Args:
-            job: A name that ``setup`` registered.
-            payload: The job's keyword arguments, the same for all ``ranks``: any value that ``protocol``
-                can write. Tensors are copied before this returns, once for all ranks.
-            payloads_by_rank: Instead of ``payload`` and ``ranks``: each rank's own arguments. A tensor
-                that several of them hold is copied once.
-            ranks: Who runs it; None: all.
-            deadline_s: Seconds until the last reply, time in the ranks' queues included; None: the
-                spec's ``call_s``.
-
-        Raises:
-            RequestError: If the job or a rank does not exist.
-            TypeError: If the payload holds what cannot be sent; the message names its path.
-            WorkerError: If the pool is closed or lost.
-        """
-        if job not in self._jobs:
-            raise RequestError(
-                f"job {job!r} was asked",
-                limit=f"The workers offer {', '.join(sorted(self._jobs))}",
-                way_out=f"Name one of them, or register it in {self.spec.setup}",
-            )
-        payloads = self._by_rank(payload, payloads_by_rank, ranks)
-        return self._submit(job, payloads, self.spec.deadlines.call_s if deadline_s is None else deadline_s)
-
-    def call(
-        self,
-        job: str,
-        payload: Mapping[str, Any] | None = None,
-        *,
-        payloads_by_rank: Mapping[int, Mapping[str, Any]] | None = None,
-        ranks: Sequence[int] | None = None,
-        deadline_s: float | None = None,
-        poll: Callable[[], object] | None = None,
-    ) -> dict[int, Any]:
-        """Submit a call and wait for it; see ``submit`` and ``PendingCall.wait``."""
-        pending = self.submit(
-            job, payload, payloads_by_rank=payloads_by_rank, ranks=ranks, deadline_s=deadline_s
-        )
-        return pending.wait(poll=poll)
-
     def close(self) -> None:
         """Stop the workers; open calls end with ``WorkerError``. May be called again."""
         self._finalizer.detach()
         self._watchdog.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _by_rank(
-        self,
-        payload: Mapping[str, Any] | None,
-        payloads_by_rank: Mapping[int, Mapping[str, Any]] | None,
-        ranks: Sequence[int] | None,
-    ) -> dict[int, Mapping[str, Any]]:
-        if payloads_by_rank is not None and (payload is not None or ranks is not None):
-            raise ValueError("payloads_by_rank replaces payload and ranks; give one or the other")
-        chosen = list(self.ranks if ranks is None else ranks)
-        if payloads_by_rank is not None:
-            chosen = sorted(payloads_by_rank)
-        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(self.ranks):
-            raise RequestError(
-                f"ranks {chosen} were asked",
-                limit=f"The pool has ranks {self.ranks[0]} to {self.ranks[-1]}, and each can be named once",
-                way_out="Name at least one of them",
-            )
-        if payloads_by_rank is not None:
-            return {rank: payloads_by_rank[rank] for rank in chosen}
-        return dict.fromkeys(chosen, {} if payload is None else payload)
 
     def _submit(
         self, job: str, payloads: Mapping[int, Mapping[str, Any]], deadline_s: float, *, kind: str = "call"
