@@ -12,12 +12,21 @@ from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
 from .planner import DegreePlan, choose_degrees
 from .sharding import attend, gather, shard
+from .spatial_parallel import SpatialHandle, cut_dim, parallelize_decoder
+from .spatial_plan import SpatialPlan, SpatialRole, dotted_path, planned_modules
 from .tensor_parallel import TensorParallelHandle
 from .tensor_shards import TensorPart, TensorShards, largest_rank_bytes
 from .tensor_units import max_tensor_degree
 from .tp_plan import read_tp_plan
 
 __all__ = [
+    "SpatialHandle",
+    "SpatialPlan",
+    "SpatialRole",
+    "cut_dim",
+    "dotted_path",
+    "parallelize_decoder",
+    "planned_modules",
     "CpPlanHandle",
     "attend",
     "gather",

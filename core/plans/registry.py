@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ..errors import RequestError
 from ..parallel.plan import ModelPlan
+from ..parallel.spatial_plan import SpatialPlan
 from . import (
+    autoencoders,
     flux,
     hunyuan_video,
     lightricks,
@@ -30,6 +32,8 @@ PLANS: tuple[ModelPlan, ...] = (
 
 TEXT_ENCODER_PLANS: tuple[ModelPlan, ...] = text_encoders.PLANS
 
+AUTOENCODER_PLANS: tuple[SpatialPlan, ...] = autoencoders.PLANS
+
 
 def find_text_encoder_plan(class_path: str) -> ModelPlan:
     """Return the plan of exactly this text encoder class.
@@ -46,6 +50,27 @@ def find_text_encoder_plan(class_path: str) -> ModelPlan:
         asked=f"sharing the weights of the text encoder {class_path} was asked",
         limit="Text encoders with a plan are",
         way_out="Encode on one GPU",
+    )
+
+
+def find_autoencoder_plan(class_path: str, decoder_path: str) -> SpatialPlan:
+    """Return the plan of an autoencoder class that holds a decoder of exactly this class.
+
+    Args:
+        class_path: For example ``comfy.ldm.models.autoencoder.AutoencoderKL``.
+        decoder_path: For example ``comfy.ldm.modules.diffusionmodules.model.Decoder``.
+
+    Raises:
+        RequestError: If there is none; the message lists those that have one.
+    """
+    for plan in AUTOENCODER_PLANS:
+        if (plan.class_path, plan.decoder_path) == (class_path, decoder_path):
+            return plan
+    supported = ", ".join(f"{plan.name} ({plan.class_path})" for plan in AUTOENCODER_PLANS)
+    raise RequestError(
+        f"parallel decoding by {class_path} with the decoder {decoder_path} was asked",
+        limit=f"VAEs with a plan are {supported}",
+        way_out="Decode with this VAE on one GPU",
     )
 
 
