@@ -105,10 +105,10 @@ def test_delays_on_either_stream_change_nothing(monkeypatch, on_host, checkpoint
     rng = random.Random(0)
     plain_start = CudaTransfer.start
 
-    def late_start(self, source, destination, lease):
+    def late_start(self, source, destination, lease, **options):
         with torch.cuda.stream(self.copy_stream):
             torch.cuda._sleep(rng.randrange(0, 2_000_000))
-        plain_start(self, source, destination, lease)
+        plain_start(self, source, destination, lease, **options)
         # A copy that did not wait for its slot would overwrite weights in use by what follows this.
         torch.cuda._sleep(rng.randrange(0, 1_000_000))
 
@@ -128,10 +128,10 @@ def test_a_copy_that_waits_for_nothing_is_caught(monkeypatch):
     monkeypatch.setattr(transfer.CudaTransfer, "wait", lambda self, lease: None)
     plain_start = transfer.CudaTransfer.start
 
-    def late_start(self, source, destination, lease):
+    def late_start(self, source, destination, lease, **options):
         with torch.cuda.stream(self.copy_stream):
             torch.cuda._sleep(20_000_000)
-        plain_start(self, source, destination, lease)
+        plain_start(self, source, destination, lease, **options)
 
     monkeypatch.setattr(transfer.CudaTransfer, "start", late_start)
     torch.manual_seed(0)
@@ -334,10 +334,10 @@ def test_stalls_are_timed(monkeypatch):
 
     plain_start = CudaTransfer.start
 
-    def late_start(self, source, destination, lease):
+    def late_start(self, source, destination, lease, **options):
         with torch.cuda.stream(self.copy_stream):
             torch.cuda._sleep(20_000_000)  # about 10 ms
-        plain_start(self, source, destination, lease)
+        plain_start(self, source, destination, lease, **options)
 
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     manager = OffloadTrainingManager(model, "cuda", True)
