@@ -6,6 +6,7 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
 from .dry_run import count_work
+from .exchange_timer import ExchangeTimer
 from .mesh import ParallelDims, RankLayout, SequenceGroup, build_mesh, input_name
 from .parallelize import ParallelHandle, install_parallel, parallelize
 from .plan import ModelPlan, ParallelMethod
@@ -39,6 +40,7 @@ __all__ = [
     "Machine",
     "DenoiserWork",
     "DegreePlan",
+    "ExchangeTimer",
     "AttentionWork",
     "ModelPlan",
     "ParallelDims",

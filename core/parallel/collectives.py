@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PlanError
+from .exchange_timer import waiting
 
 
 def all_to_all(
@@ -36,9 +37,10 @@ def all_to_all(
     """
     _refuse_gradients(send)
     receive = send.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(
-        _on_wire(receive), _on_wire(send), list(receive_sizes), list(send_sizes), group=group
-    )
+    with waiting(send.device):
+        dist.all_to_all_single(
+            _on_wire(receive), _on_wire(send), list(receive_sizes), list(send_sizes), group=group
+        )
     return receive
 
 
@@ -59,7 +61,8 @@ def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.Proces
     if padding:
         tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
     gathered = tensor.new_empty(len(sizes) * longest, *tensor.shape[1:])
-    dist.all_gather_into_tensor(_on_wire(gathered), _on_wire(tensor.contiguous()), group=group)
+    with waiting(tensor.device):
+        dist.all_gather_into_tensor(_on_wire(gathered), _on_wire(tensor.contiguous()), group=group)
     if min(sizes) == longest:
         return gathered
     return torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
@@ -74,7 +77,8 @@ def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tenso
     """
     _refuse_gradients(tensor)
     total = tensor.contiguous()
-    dist.all_reduce(total, group=group)
+    with waiting(tensor.device):
+        dist.all_reduce(total, group=group)
     return total
 
 

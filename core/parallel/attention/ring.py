@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PlanError
+from ..exchange_timer import waiting
 from .lse import PartialAttention, attend_part
 from .masks import four_dims
 
@@ -113,8 +114,9 @@ class _Transfer:
 
     def wait(self) -> torch.Tensor:
         """Return the message received; on CUDA the current stream waits, not the host."""
-        for work in self.works:
-            work.wait()
+        with waiting(self.receive.device):
+            for work in self.works:
+                work.wait()
         return self.receive
 
 
