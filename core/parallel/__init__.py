@@ -3,6 +3,7 @@
 Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no ComfyUI.
 """
 
+from .compiled_blocks import CompiledBlocks
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
 from .dry_run import count_work
@@ -12,6 +13,7 @@ from .parallelize import ParallelHandle, install_parallel, parallelize
 from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
 from .planner import DegreePlan, choose_degrees
+from .recorded_forward import RecordedForward
 from .sharding import attend, gather, shard
 from .spatial_parallel import SpatialHandle, cut_dim, parallelize_decoder
 from .spatial_plan import SpatialPlan, SpatialRole, dotted_path, planned_modules
@@ -28,6 +30,8 @@ __all__ = [
     "dotted_path",
     "parallelize_decoder",
     "planned_modules",
+    "CompiledBlocks",
+    "RecordedForward",
     "CpPlanHandle",
     "attend",
     "gather",

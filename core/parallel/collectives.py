@@ -8,6 +8,7 @@ What this module does not do: there is no backward; sampling needs none.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -35,13 +36,64 @@ def all_to_all(
     Returns:
         ``[sum(receive_sizes)]``, the parts in rank order.
     """
-    _refuse_gradients(send)
     receive = send.new_empty(sum(receive_sizes))
-    with waiting(send.device):
-        dist.all_to_all_single(
-            _on_wire(receive), _on_wire(send), list(receive_sizes), list(send_sizes), group=group
-        )
+    start_all_to_all(send, send_sizes, receive=receive, receive_sizes=receive_sizes, group=group).wait()
     return receive
+
+
+class Transfer:
+    """A collective that may be under way.
+
+    Args:
+        work: What to wait for, or None if the current stream waits for it already.
+        tensors: What it reads and writes, kept until then.
+    """
+
+    def __init__(self, work: dist.Work | None, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._work = work
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Make the current stream wait for it (on the CPU: the caller)."""
+        if self._work is not None:
+            with waiting(self._tensors[0].device):
+                self._work.wait()
+        self._work, self._tensors = None, ()
+
+
+def start_all_to_all(
+    send: torch.Tensor,
+    send_sizes: Sequence[int],
+    *,
+    receive: torch.Tensor,
+    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    overlapped: bool = False,
+) -> Transfer:
+    """Start ``all_to_all`` into ``receive``; all ranks of ``group`` must call.
+
+    Bytes travel, so ranks may disagree on the dtype in which they see them.
+
+    Args:
+        send: ``[sum(send_sizes)]``, contiguous, the parts in rank order; not written until the end.
+        send_sizes: Elements for each rank; 0 is allowed.
+        receive: ``[sum(receive_sizes)]``, contiguous, of the dtype of ``send``.
+        receive_sizes: Elements from each rank.
+        group: The ranks.
+        overlapped: Whether work that is queued until ``wait`` may run beside it.
+    """
+    _refuse_gradients(send)
+    width = send.element_size()
+    with contextlib.nullcontext() if overlapped else waiting(send.device):
+        work = dist.all_to_all_single(
+            receive.view(torch.uint8),
+            send.view(torch.uint8),
+            [width * size for size in receive_sizes],
+            [width * size for size in send_sizes],
+            group=group,
+            async_op=overlapped,
+        )
+    return Transfer(work, (send, receive))
 
 
 def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.ProcessGroup) -> torch.Tensor:

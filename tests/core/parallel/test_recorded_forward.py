@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comfyui_ferry.core.errors import PlanError, RequestError
+from comfyui_ferry.core.parallel import RecordedForward, parallelize
+from comfyui_ferry.core.parallel.recorded_forward import _MAX_RECORDINGS
+from ferry_support.parity import world_group
+from ferry_support.ranks import run_ranks
+from ferry_support.tiny_models import noise
+from ferry_support.toy_model import PLAN, build_toy, toy_call
+
+
+class Recorder:
+    """Records as CUDA does: a replay computes from the memory of the recording into its output."""
+
+    def __init__(self) -> None:
+        self.num_recordings = 0
+
+    def __call__(self, call: Any) -> tuple[Any, Any]:
+        self.num_recordings += 1
+        output = torch.empty_like(call())
+        return (lambda: output.copy_(call())), output
+
+
+def scaled(arguments: dict[str, Any]) -> torch.Tensor:
+    return arguments["x"] * arguments["options"]["factor"] + arguments["options"]["more"][0]
+
+
+def call_with(x: torch.Tensor, factor: float = 2.0, more: float = 1.0) -> dict[str, Any]:
+    return {"x": x, "options": {"factor": factor, "more": [torch.tensor(more)]}}
+
+
+def test_a_shape_is_recorded_at_its_second_call_and_then_replayed() -> None:
+    recorder = Recorder()
+    forward = RecordedForward(scaled, record=recorder)
+    for step in range(4):
+        arguments = call_with(noise(2, 3, seed=step), more=float(step))
+        assert torch.equal(forward(arguments), scaled(arguments))
+        assert recorder.num_recordings == (step > 0)
+
+
+def test_what_is_no_tensor_belongs_to_the_shape() -> None:
+    recorder = Recorder()
+    forward = RecordedForward(scaled, record=recorder)
+    x = noise(2, 3)
+    for arguments in (call_with(x), call_with(x, factor=3.0), call_with(x.double()), call_with(x.t())):
+        for _ in range(2):
+            assert torch.equal(forward(arguments), scaled(arguments))
+    assert recorder.num_recordings == 4
+    changing = RecordedForward(scaled, record=recorder)
+    for step in range(100):
+        changing(call_with(x, factor=float(step)))
+    assert recorder.num_recordings == 4
+
+
+def test_inputs_are_the_callers() -> None:
+    forward = RecordedForward(scaled, record=Recorder())
+    x = noise(2, 3)
+    for _ in range(3):
+        forward(call_with(x))
+    x.zero_()
+    assert torch.equal(forward(call_with(noise(2, 3))), scaled(call_with(noise(2, 3))))
+    assert not x.any()
+
+
+def test_cleared_and_bounded() -> None:
+    recorder = Recorder()
+    forward = RecordedForward(scaled, record=recorder)
+    shapes = [noise(1, size) for size in range(1, _MAX_RECORDINGS + 3)]
+    for x in shapes:
+        forward(call_with(x))
+        forward(call_with(x))
+    assert len(forward._recordings) == _MAX_RECORDINGS
+    forward.clear()
+    forward(call_with(shapes[-1]))
+    assert recorder.num_recordings == len(shapes)
+    forward(call_with(shapes[-1]))
+    assert recorder.num_recordings == len(shapes) + 1
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    def failing(error: Exception) -> RecordedForward:
+        def record(call: Any) -> Any:
+            raise error
+
+        return RecordedForward(scaled, record=record)
+
+    for error, expected in (
+        (RuntimeError("operation not permitted when stream is capturing"), RequestError),
+        (PlanError("no plan"), PlanError),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError),
+    ):
+        forward = failing(error)
+        forward(call_with(noise(2)))
+        with pytest.raises(expected, match=str(error)):
+            forward(call_with(noise(2)))
+
+
+def _parallel_outputs() -> list[bool]:
+    model = build_toy()
+    handle = parallelize(model, PLAN, group=world_group())
+
+    def forward(arguments: dict[str, Any]) -> Any:
+        options = {"override": handle.attention_override}
+        return handle.run(model, **arguments, transformer_options=options)
+
+    recorded = RecordedForward(forward, record=Recorder())
+    same = []
+    with torch.inference_mode():
+        for step in range(3):
+            inputs = toy_call() | {"image": toy_call()["image"] * (step + 1)}
+            same.append(torch.equal(recorded(inputs), forward(inputs)))
+    return same
+
+
+def test_a_parallel_forward_is_recorded_as_a_whole() -> None:
+    assert run_ranks(_parallel_outputs, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_gives_the_same_bits() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).cuda()
+    forward = RecordedForward(lambda arguments: model(arguments["x"]))
+    with torch.inference_mode():
+        for x in noise(4, 8, 64).cuda():
+            assert torch.equal(forward({"x": x}), model(x))
+        x = noise(8, 64).cuda()
+        reading = RecordedForward(lambda arguments: model(arguments["x"]) * arguments["x"].sum().item())
+        reading({"x": x})
+        with pytest.raises(RequestError, match="cannot be recorded"):
+            reading({"x": x})
