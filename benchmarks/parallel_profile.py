@@ -1,4 +1,4 @@
-"""Where the time of a parallel forward goes: kernels by kind, idle gaps, host time, and variants side by side.
+"""Where the time of a parallel forward goes: kernels by kind, idle gaps, host time; variants side by side.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/parallel_profile.py qwen-image --comfyui PATH \
         --size 2048x2048 --size 1024x1024
@@ -11,6 +11,7 @@ their names. *exposed*: time in which only a collective runs; *idle*: in which n
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import statistics
@@ -169,7 +170,7 @@ class Bench:
                 recorded = RecordedForward(forward)
                 self.attempt(
                     name,
-                    lambda inputs=inputs, size=size: self.timed(f"{name}, graph", recorded, inputs, size),
+                    functools.partial(self.timed, f"{name}, graph", recorded, inputs, size),
                 )
                 recorded.clear()
             if profile and self.cuda:
@@ -279,18 +280,18 @@ class Bench:
             ),
         )
 
-        def backend(q: Any, k: Any, v: Any, heads: int, **_: Any) -> torch.Tensor:
+        def backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
-        def nothing(q: Any, k: Any, v: Any, heads: int, **_: Any) -> torch.Tensor:
-            return v.transpose(1, 2).reshape(1, -1, heads * head_dim)
+        def nothing(_: Any, __: Any, v: torch.Tensor, *___: Any, **____: Any) -> torch.Tensor:
+            return v.transpose(1, 2).flatten(2)
 
         whole = torch.randn(1, tokens, 3, heads // world, head_dim, device=self.device, dtype=self.dtype)
         parts = whole.permute(2, 0, 3, 1, 4)
-        timed("attention of this rank's heads", lambda: backend(*parts, heads // world))
+        timed("attention of this rank's heads", lambda: backend(*parts.unbind()))
         for groups in (2, 4):
             pieces = parts.chunk(groups, 2)
-            timed(f"attention, groups={groups}", lambda pieces=pieces: [backend(*p, 0) for p in pieces])
+            timed(f"attention, groups={groups}", lambda pieces=pieces: [backend(*p.unbind()) for p in pieces])
         for groups in (1, 2, 3, 4):
             for label, function in (("exchange only", nothing), ("ulysses attention", backend)):
                 call = ulysses.AttentionCall(function, q, k, v, None, False, {})
@@ -326,9 +327,10 @@ def report_kernels(kernels: list[tuple[str, float, float]], say: Callable[..., N
     first, last = min(kernel[1] for kernel in kernels), max(kernel[2] for kernel in kernels)
     busy = covered(kernels)
     computing = covered([kernel for kernel in kernels if "nccl" not in kernel[0].lower()])
+    span, exposed = last - first, busy - computing
     say(
-        f"  kernels: {len(kernels)}, span {(last - first) / 1e3:.1f} ms, idle {(last - first - busy) / 1e3:.1f},"
-        f" exposed collectives {(busy - computing) / 1e3:.1f}"
+        f"  kernels: {len(kernels)}, span {span / 1e3:.1f} ms, idle {(span - busy) / 1e3:.1f}, "
+        f"exposed collectives {exposed / 1e3:.1f}"
     )
     for kind, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
         say(f"    {kind}: {sum(times) / 1e3:.2f} ms in {len(times)}")

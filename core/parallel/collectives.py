@@ -46,19 +46,21 @@ class Transfer:
 
     Args:
         work: What to wait for, or None if the current stream waits for it already.
-        tensors: What it reads and writes, kept until then.
+        send: What it reads, kept until then.
+        receive: What it writes, likewise.
     """
 
-    def __init__(self, work: dist.Work | None, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, work: dist.Work | None, send: torch.Tensor, receive: torch.Tensor) -> None:
         self._work = work
-        self._tensors = tensors
+        self._kept: list[torch.Tensor] = [send, receive]
 
     def wait(self) -> None:
         """Make the current stream wait for it (on the CPU: the caller)."""
         if self._work is not None:
-            with waiting(self._tensors[0].device):
+            with waiting(self._kept[0].device):
                 self._work.wait()
-        self._work, self._tensors = None, ()
+        self._work = None
+        self._kept.clear()
 
 
 def start_all_to_all(
@@ -93,7 +95,7 @@ def start_all_to_all(
             group=group,
             async_op=overlapped,
         )
-    return Transfer(work, (send, receive))
+    return Transfer(work, send, receive)
 
 
 def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.ProcessGroup) -> torch.Tensor:
