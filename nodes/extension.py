@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..core.comfy_adapter import register_training_routes
+from ..core.comfy_adapter import register_parallel_routes, register_training_routes
 from .conditioning import LoadConditioning, SaveConditioning
 from .dataset import CacheTrainingData, LoadTrainingFolder, TrainingSetImages
 from .degree_planner import PlanParallelDegrees
@@ -36,4 +36,5 @@ class FerryExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return every node class of the pack, and add its routes to the server."""
         register_training_routes()
+        register_parallel_routes()
         return NODES

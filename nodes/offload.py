@@ -6,7 +6,13 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..core.comfy_adapter import WEIGHT_DTYPES, diffusion_model_names, load_offloaded, offload_model
+from ..core.comfy_adapter import (
+    WEIGHT_DTYPES,
+    diffusion_model_names,
+    load_offloaded,
+    offload_model,
+    settings_version,
+)
 from .schema import known
 
 
@@ -19,7 +25,8 @@ def budget_inputs() -> list[Any]:
             min=0.0,
             max=1024.0,
             step=0.1,
-            tooltip="GB of VRAM for weights: more is faster. 0: auto, whatever ComfyUI has free.",
+            tooltip="GB of VRAM for weights: more is faster. 0: auto, the budget in Settings > Ferry if one "
+            "is set there, else whatever ComfyUI has free.",
         ),
     ]
 
@@ -66,6 +73,11 @@ class OffloadModel(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
             **known(io.Schema, search_aliases=["low vram", "block swap", "offload", "stream", "vram budget"]),
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, vram_budget_gb: float | None = None, **inputs: Any) -> str:
+        """Take the budget anew when it is auto and the setting has changed."""
+        return settings_version(vram=vram_budget_gb or 0.0)
 
     @classmethod
     def execute(
@@ -117,7 +129,7 @@ class LoadDiffusionModelOffload(io.ComfyNode):
                     max=4096.0,
                     step=0.1,
                     tooltip="GB of RAM for weights; blocks above it are read from the file at every step. "
-                    "0: the whole model.",
+                    "0: auto, the budget in Settings > Ferry if one is set there, else the whole model.",
                     **known(io.Float.Input, advanced=True),
                 ),
                 *streaming_inputs(),
@@ -128,6 +140,13 @@ class LoadDiffusionModelOffload(io.ComfyNode):
                 io.Schema, search_aliases=["low vram", "unet loader", "block swap", "offload", "vram budget"]
             ),
         )
+
+    @classmethod
+    def fingerprint_inputs(
+        cls, vram_budget_gb: float | None = None, ram_budget_gb: float | None = None, **inputs: Any
+    ) -> str:
+        """Take the budgets anew when they are auto and the settings have changed."""
+        return settings_version(vram=vram_budget_gb or 0.0, ram=ram_budget_gb or 0.0)
 
     @classmethod
     def execute(

@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..core.comfy_adapter import RequestError, check_degrees, make_parallel
+from ..core.comfy_adapter import RequestError, check_degrees, make_parallel, settings_version
 from .schema import known
 
 
@@ -131,6 +131,11 @@ class ParallelModel(io.ComfyNode):
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
         return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree)
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        """Make the MODEL anew when other GPUs were chosen in the settings."""
+        return settings_version("gpus")
 
     @classmethod
     def execute(cls, model: Any, **degrees: int) -> io.NodeOutput:

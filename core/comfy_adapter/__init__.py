@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .model_build import WEIGHT_DTYPES
     from .model_offload import load_offloaded, offload_model
     from .parallel_model import check_degrees, make_parallel
+    from .parallel_routes import register_parallel_routes
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
     from .training_cache import CacheResult, cache_training_set
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .training_preview import PreviewInputs
     from .training_routes import register_training_routes
     from .training_states import resume_choices, resume_version
+    from .user_settings import settings_version
     from .worker_groups import close_workers
 
 _HOMES = {
@@ -69,6 +71,7 @@ _HOMES = {
     "offload_model": "model_offload",
     "plan_degrees": "degree_planner",
     "register_conditioning_folder": "conditioning",
+    "register_parallel_routes": "parallel_routes",
     "register_training_routes": "training_routes",
     "resume_choices": "training_states",
     "resume_version": "training_states",
@@ -76,6 +79,7 @@ _HOMES = {
     "run_lora_training": "train_lora",
     "sample_parallel": "sampling",
     "sampler_names": "sampling",
+    "settings_version": "user_settings",
     "save_conditioning": "conditioning",
     "scheduler_names": "sampling",
     "training_folder_version": "training_folder",
@@ -112,11 +116,13 @@ __all__ = [
     "offload_model",
     "plan_degrees",
     "register_conditioning_folder",
+    "register_parallel_routes",
     "register_training_routes",
     "resume_choices",
     "resume_version",
     "sample_parallel",
     "sampler_names",
+    "settings_version",
     "save_conditioning",
     "scheduler_names",
     "run_lora_training",

@@ -17,7 +17,7 @@ import comfy.patcher_extension
 import torch
 
 from .parallel_run import ParallelRun
-from .worker_groups import check_interrupt
+from .worker_start import check_interrupt
 
 
 class BranchWrapper:

@@ -7,11 +7,13 @@ and meant for trying a workflow and for tests; the same code paths run, with glo
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import comfy.cli_args
 import torch
 
 from ..errors import RequestError
+from .user_settings import chosen_gpus
 
 _MIN_CPU_WORKERS = 8
 
@@ -20,20 +22,56 @@ def worker_devices(num_gpus: int) -> tuple[str, ...]:
     """Return the devices of ranks ``0 .. num_gpus - 1``: GPU UUIDs, or ``"cpu"`` for each.
 
     UUIDs, because ComfyUI rewrites ``CUDA_VISIBLE_DEVICES`` at start, so an index would mean another
-    GPU in a child process.
+    GPU in a child process. Which ones they are is a setting (``user_settings``).
 
     Raises:
-        RequestError: If the number is zero, negative, or more than the machine has.
+        RequestError: If the number is zero, negative, or more than may be used.
     """
     available = _available_devices()
-    if 1 <= num_gpus <= len(available):
-        return available[:num_gpus]
+    chosen = chosen_gpus(len(available))
+    if 1 <= num_gpus <= len(chosen):
+        return tuple(available[index] for index in chosen[:num_gpus])
     what = "CPU workers (no GPU is in use)" if available[0] == "cpu" else "GPUs that this ComfyUI can see"
-    raise RequestError(
-        f"gpus={num_gpus} was asked",
-        limit=f"There are {len(available)} {what}",
-        way_out=f"Set gpus to a number from 1 to {len(available)}",
-    )
+    limit = f"There are {len(available)} {what}"
+    way_out = f"Set gpus to a number from 1 to {len(chosen)}"
+    if len(chosen) < len(available):
+        limit = f"Of {len(available)} {what}, Settings > Ferry allows {len(chosen)}: {_listed(chosen)}"
+        way_out += ", or allow more there"
+    raise RequestError(f"gpus={num_gpus} was asked", limit=limit, way_out=way_out)
+
+
+def describe_devices() -> dict[str, Any]:
+    """Return ``{"kind": "cpu" | "cuda", "devices": [{"index", "name", "memory_bytes"}], "chosen": [index]}``.
+
+    Raises:
+        RequestError: If there are none, or the setting that chooses them is wrong.
+    """
+    available = _available_devices()
+    on_cpu = available[0] == "cpu"
+    devices = [
+        {"index": index, "name": f"CPU worker {index}", "memory_bytes": None} if on_cpu else _gpu(index)
+        for index in range(len(available))
+    ]
+    return {
+        "kind": "cpu" if on_cpu else "cuda",
+        "devices": devices,
+        "chosen": chosen_gpus(len(available)),
+    }
+
+
+def device_index(device: str, rank: int) -> int:
+    """Return the index by which people know the device of a rank; on the CPU that of the worker."""
+    available = _available_devices()
+    return available.index(device) if device != "cpu" and device in available else rank
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {"index": index, "name": properties.name, "memory_bytes": properties.total_memory}
+
+
+def _listed(indices: list[int]) -> str:
+    return ", ".join(map(str, indices))
 
 
 def _available_devices() -> tuple[str, ...]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parallel import ParallelDims, RankLayout, build_mesh
+from ..parallel import ExchangeTimer, ParallelDims, RankLayout, build_mesh
 
 if TYPE_CHECKING:
     from .worker_model import WorkerModel
@@ -57,10 +58,22 @@ class _Models:
     def forward(
         self, token: int, arguments: Mapping[str, Any], fresh: Mapping[str, torch.Tensor], forget: list[int]
     ) -> Any:
+        start_s, timer = time.perf_counter(), ExchangeTimer()
         self.models[token].keep(fresh, forget)
-        output = self.models[token].forward(arguments)
+        with timer.active():
+            output = self.models[token].forward(arguments)
+        spent = {"busy_s": time.perf_counter() - start_s, "waited_s": self._waited_s(timer)}
         # Every rank of the branch holds the whole output; one copy back is enough.
-        return output if self.layout.speaks else None
+        return spent | {"memory_bytes": self._held_bytes(), "output": output if self.layout.speaks else None}
+
+    def _waited_s(self, timer: ExchangeTimer) -> float | None:
+        """Return the seconds that the forward waited for other ranks; None if they could not be seen."""
+        alone = self.layout.sequence_group is None and self.layout.tensor_group is None
+        return 0.0 if alone else timer.seconds()
+
+    def _held_bytes(self) -> int | None:
+        device = self.context.device
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
     def free_memory(self) -> int | None:
         if self.context.device.type == "cpu":

@@ -20,6 +20,7 @@ from .parallel_model import ParallelPatcher
 from .stream_readout import StreamReadout
 from .streamed_patcher import StreamedPatcher
 from .trainable_model import plain_clone
+from .user_settings import budget_gb
 
 
 def offload_model(
@@ -37,7 +38,8 @@ def offload_model(
 
     Args:
         model: A ComfyUI MODEL (``ModelPatcher``).
-        vram_gb: Budget for weights in GB (2**30 bytes); 0: whatever ComfyUI has free.
+        vram_gb: Budget for weights in GB (2**30 bytes); 0: the user's setting if there is one, else whatever
+            ComfyUI has free.
         prefetch_depth: How many blocks may be on their way while one computes.
         share_with: A MODEL that streams already; both then use its budget, slots and host memory, and
             ``vram_gb`` and ``prefetch_depth`` must be its.
@@ -46,6 +48,7 @@ def offload_model(
     Raises:
         RequestError: If the model or the request is not supported.
     """
+    vram_gb = budget_gb("vram", vram_gb)
     config = StreamConfig.from_request(vram_gb=vram_gb, ram_gb=0, prefetch_depth=prefetch_depth)
     _check_model(model)
     pool = choose_pool(model.load_device, config, share_with)
@@ -77,8 +80,8 @@ def load_offloaded(
         name: A name from ``diffusion_model_names``.
         weight_dtype: As in ComfyUI's Load Diffusion Model.
         vram_gb: As in ``offload_model``.
-        ram_gb: Budget for host memory in GB (2**30 bytes); 0: the whole model. Blocks above it are read
-            from the file whenever they are copied.
+        ram_gb: Budget for host memory in GB (2**30 bytes); 0: the user's setting if there is one, else the
+            whole model. Blocks above it are read from the file whenever they are copied.
         prefetch_depth: As in ``offload_model``.
         share_with: As in ``offload_model``.
         node_id: As in ``offload_model``.
@@ -86,6 +89,7 @@ def load_offloaded(
     Raises:
         RequestError: If the file or the request is not supported; nothing is kept then.
     """
+    vram_gb, ram_gb = budget_gb("vram", vram_gb), budget_gb("ram", ram_gb)
     config = StreamConfig.from_request(vram_gb=vram_gb, ram_gb=ram_gb, prefetch_depth=prefetch_depth)
     path = find_diffusion_model(name)
     pool = choose_pool(comfy.model_management.get_torch_device(), config, share_with)

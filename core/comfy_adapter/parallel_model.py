@@ -23,6 +23,7 @@ from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
 from .quantized import check_sharing
 from .remote_forward import RemoteInjection, sendable_options
+from .running_trainings import executing_node_id
 from .text_layers import TextLayersInjection
 from .worker_groups import worker_bytes
 from .worker_memory import worker_memory
@@ -68,7 +69,7 @@ def make_parallel(
     diffusion_model = model.model.diffusion_model
     release_stream(model)
     validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
-    run = ParallelRun(dims, devices)
+    run = ParallelRun(dims, devices, node_id=executing_node_id())
     parallel = attach_run(model, run, ParallelPatcher)
     if dims.cfg > 1:
         wrapper = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH

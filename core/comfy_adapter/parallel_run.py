@@ -10,16 +10,17 @@ from typing import Any
 
 from ..errors import RequestError, WorkerError
 from ..parallel import ParallelDims
+from .parallel_readout import ParallelReadout, num_evaluations
 from .worker_groups import (
     WorkerGroup,
     acquire_group,
-    check_interrupt,
     check_room,
     current_group,
     drop_dead_group,
     lost_because,
     model_token,
 )
+from .worker_start import check_interrupt
 
 
 class ParallelRun:
@@ -27,12 +28,18 @@ class ParallelRun:
 
     Several threads may call ``forward`` at once, one per free branch. Everything else that they do is
     ComfyUI's single-threaded code, so they take turns (``turn``) and let go only while a call is away.
+
+    Args:
+        dims: Degrees.
+        devices: Device of each rank.
+        node_id: The node that shows what the GPUs do, if any.
     """
 
-    def __init__(self, dims: ParallelDims, devices: tuple[str, ...]) -> None:
+    def __init__(self, dims: ParallelDims, devices: tuple[str, ...], *, node_id: str | None = None) -> None:
         self.dims = dims
         self.devices = devices
         self.token: int | None = None
+        self.readout = ParallelReadout(dims, devices, node_id)
         self._turn = threading.Lock()
         self._mine = threading.local()
         self._free_branches: queue.LifoQueue[int] = queue.LifoQueue()
@@ -57,6 +64,7 @@ class ParallelRun:
         group = acquire_group(self.dims, self.devices)
         self.token = model_token(model)
         group.load(model, patches, patches_uuid, force_cast=force_cast)
+        self.readout.begin(model)
 
     def loaded_bytes(self) -> int:
         """Return the bytes of weights that each worker holds now."""
@@ -68,6 +76,7 @@ class ParallelRun:
         group = current_group(self.dims, self.devices)
         if group is not None and self.token is not None:
             group.end_sampling(self.token)
+            self.readout.end()
 
     def forward(self, arguments: dict[str, Any]) -> Any:
         """Run one denoiser call on a free branch; waits while checking ComfyUI's interrupt."""
@@ -75,8 +84,9 @@ class ParallelRun:
         assert self.token is not None
         try:
             # A thread without a branch must not keep the turn: who has one needs it to come back.
-            with self._turn_given_up() as poll, self._free_branch() as branch:
-                return group.forward(branch, self.token, arguments, poll=poll)
+            measured = self.readout.meter.call(num_evaluations(arguments))
+            with self._turn_given_up() as poll, self._free_branch() as branch, measured:
+                return group.forward(branch, self.token, arguments, poll=poll, readout=self.readout)
         except TypeError as error:
             raise RequestError(
                 f"this model's call holds a value that cannot be sent to the workers: {error}",

@@ -152,6 +152,14 @@ def server_instance() -> Any:
     return getattr(getattr(server, "PromptServer", None), "instance", None)
 
 
+def executing_node_id() -> str | None:
+    """Return the node whose code runs in this thread, None outside of a prompt."""
+    from comfy_execution.utils import get_executing_context
+
+    context = get_executing_context()
+    return None if context is None else str(context.node_id)
+
+
 def send_event(event: str, data: dict[str, Any]) -> None:
     """Send an event to every browser, if a server is running."""
     instance = server_instance()

@@ -12,24 +12,27 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-
-import comfy
-import comfy.model_management
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkerError
 from ..log import get_logger
 from ..parallel import ParallelDims, largest_rank_bytes
 from ..plans import find_plan
-from ..workers import WorkerPool, WorkerSpec
+from ..workers import WorkerPool
 from .capacity import check_gpu_room, check_gpu_size, check_host
 from .host_weights import HostWeights
-from .model_export import class_path, comfyui_arguments, describe_model
+from .model_export import class_path, describe_model
 from .patch_messages import encode_patches
 from .sent_tensors import SentTensors
+from .worker_notices import loss_notice
+from .worker_start import check_interrupt, start_pool
 
+if TYPE_CHECKING:
+    from .parallel_readout import ParallelReadout
+
+# How soon a person hears that idle workers are gone.
+_LOOK_EVERY_S = 1.0
 _log = get_logger("workers")
 
 
@@ -83,14 +86,33 @@ class WorkerGroup:
         """Return the bytes of weights that one worker holds for the model, 0 if none."""
         return self.loaded[token].num_bytes if token in self.loaded else 0
 
-    def forward(self, branch: int, token: int, arguments: dict[str, Any], *, poll: Callable[[], None]) -> Any:
-        """Run one denoiser call on a branch's ranks and return the first rank's output (on the CPU)."""
+    def forward(
+        self,
+        branch: int,
+        token: int,
+        arguments: dict[str, Any],
+        *,
+        poll: Callable[[], None],
+        readout: ParallelReadout | None = None,
+    ) -> Any:
+        """Run one denoiser call on a branch's ranks and return the first rank's output (on the CPU).
+
+        Args:
+            branch: Which ranks.
+            token: The model.
+            arguments: Of its innermost forward.
+            poll: Called while waiting; what it raises ends the waiting.
+            readout: Told what the call cost each rank.
+        """
         ranks = self.branch_ranks(branch)
         sent = self.loaded[token].sent.setdefault(branch, SentTensors())
         packed = sent.pack(arguments)
         call = self.pool.submit("forward", {"token": token, **vars(packed)}, ranks=ranks)
         sent.commit()
-        return call.wait(poll=poll)[ranks[0]]
+        replies = call.wait(poll=poll)
+        if readout is not None:
+            readout.note(arguments, replies)
+        return replies[ranks[0]]["output"]
 
     def end_sampling(self, token: int) -> None:
         """Keep a sampling's prompts and the like no longer."""
@@ -146,15 +168,13 @@ def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
     Raises:
         WorkerError: If a worker does not start; then none is left running.
     """
-    global _current, _unloader
+    global _current, _lost_because, _unloader
     with _lock:
         if _current is not None and not _matches(_current, dims, devices):
             _close_group()
         if _current is None:
-            _log.info("starting %d workers on %s", len(devices), ", ".join(devices))
-            _current = WorkerGroup(
-                dims, devices, WorkerPool.start(_spec(dims, devices), poll=check_interrupt)
-            )
+            pool = start_pool(dims, devices, again=_lost_because is not None)
+            _current, _lost_because = WorkerGroup(dims, devices, pool), None
         if _unloader is None:
             _unloader = threading.Thread(target=_unload_dead_models, name="ferry-unload", daemon=True)
             _unloader.start()
@@ -196,7 +216,8 @@ def drop_dead_group() -> None:
         if _current is not None and not _current.pool.alive:
             pool = _current.pool
             _close_group()
-            _lost_because = pool.ended_because
+            _lost_because = pool.ended_because or "a worker ended."
+            loss_notice(_lost_because, pool.spec.num_ranks).send()
 
 
 def lost_because() -> str | None:
@@ -227,11 +248,6 @@ def model_token(model: Any) -> int:
     return _token(model)
 
 
-def check_interrupt() -> None:
-    """Raise ComfyUI's exception if the user pressed Cancel."""
-    comfy.model_management.throw_exception_if_processing_interrupted()
-
-
 def _close_group() -> None:
     global _current
     if _current is not None:
@@ -240,11 +256,12 @@ def _close_group() -> None:
 
 
 def _unload_dead_models() -> None:
-    """Free the memory of collected models, also if no parallel sampling follows."""
+    """Free the memory of collected models, also if no parallel sampling follows, and notice lost workers."""
     while True:
-        token = _dead_tokens.get()
         try:
-            unload_model(token)
+            unload_model(_dead_tokens.get(timeout=_LOOK_EVERY_S))
+        except queue.Empty:
+            drop_dead_group()
         except WorkerError as error:
             _log.error("a model that nobody uses any more could not be unloaded: %s", error)
             drop_dead_group()
@@ -260,14 +277,3 @@ def _token(model: Any) -> int:
 
 def _matches(group: WorkerGroup, dims: ParallelDims, devices: tuple[str, ...]) -> bool:
     return group.pool.alive and group.dims == dims and group.devices == devices
-
-
-def _spec(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerSpec:
-    comfyui_root = Path(next(iter(comfy.__path__))).resolve().parent
-    return WorkerSpec(
-        devices=devices,
-        backend="gloo" if devices[0] == "cpu" else "nccl",
-        setup="core.comfy_adapter.jobs",
-        setup_args={"arguments": comfyui_arguments(), "dims": asdict(dims)},
-        import_paths=(str(comfyui_root),),
-    )
