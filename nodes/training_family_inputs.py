@@ -1,4 +1,4 @@
-"""Inputs of the training node for cached data and for the values that a model's family decides."""
+"""Inputs of the training node that came later: cached data, what a model's family decides, budgets, GPUs."""
 
 from __future__ import annotations
 
@@ -63,5 +63,34 @@ def family_inputs() -> list[Any]:
             default=AUTO,
             tooltip="For the experts of Wan 2.2 14B: train the high-noise model with high, the low-noise "
             "model with low. auto: all noise.",
+        ),
+        extra(
+            io.Int,
+            "gpus",
+            default=1,
+            min=1,
+            max=64,
+            tooltip="GPUs that share the forward passes of each step (grad_accumulation_steps, a multiple of "
+            "it): faster, with the same result. RAM holds the model once.",
+        ),
+        extra(
+            io.Float,
+            "vram_budget_gb",
+            default=0.0,
+            min=0.0,
+            max=1024.0,
+            step=0.1,
+            tooltip="GB of VRAM that the training may take on each GPU: more keeps more weights there and is "
+            "faster. 0: auto, what is free.",
+        ),
+        extra(
+            io.Float,
+            "ram_budget_gb",
+            default=0.0,
+            min=0.0,
+            max=65536.0,
+            step=0.1,
+            tooltip="GB of RAM that the model's weights may take; more is refused before anything runs. 0: "
+            "no limit.",
         ),
     ]

@@ -74,6 +74,19 @@ def _listed(indices: list[int]) -> str:
     return ", ".join(map(str, indices))
 
 
+def helper_devices(gpus: int, *, first: torch.device) -> tuple[str, ...]:
+    """Return the devices of ``gpus`` without ``first``, which this process computes on itself.
+
+    Raises:
+        RequestError: If the machine has not so many.
+    """
+    worker_devices(gpus)
+    if first.type != "cuda":
+        return ("cpu",) * (gpus - 1)
+    own = f"GPU-{torch.cuda.get_device_properties(first).uuid}"
+    return tuple(device for device in _available_devices() if device != own)[: gpus - 1]
+
+
 def _available_devices() -> tuple[str, ...]:
     if comfy.cli_args.args.cpu:
         return ("cpu",) * max(_MIN_CPU_WORKERS, os.cpu_count() or 1)

@@ -19,6 +19,9 @@ _LATER_INPUTS = {
     "loss_weighting": AUTO,
     "guidance": AUTO_GUIDANCE,
     "noise_range": AUTO,
+    "gpus": 1,
+    "vram_budget_gb": 0.0,
+    "ram_budget_gb": 0.0,
 }
 """Inputs that prompts saved by earlier versions do not have."""
 
@@ -128,4 +131,6 @@ def _describe(family: FamilyDefaults, values: dict[str, Any], automatic: dict[st
         parts.append(part("guidance", f"guidance {values['guidance']:g}"))
     if (values["lowest_noise"], values["highest_noise"]) != (0.0, 1.0):
         parts.append(f"noise {values['lowest_noise']:g} to {values['highest_noise']:g}")
+    if values["gpus"] > 1:
+        parts.append(f"{values['gpus']} GPUs")
     return f"{family.name}: {', '.join(parts)}"

@@ -31,7 +31,7 @@ def register(context: Any, arguments: Mapping[str, Any], dims: Mapping[str, int]
     Returns:
         ``load``, ``patch``, ``forward``, ``unload``, ``free_memory``.
     """
-    _set_up_comfyui(arguments, cpu=context.device.type == "cpu")
+    set_up_comfyui(arguments, cpu=context.device.type == "cpu")
     models = _Models(context, build_mesh(ParallelDims(**dims)))
     jobs = (models.load, models.patch, models.forward, models.unload, models.free_memory)
     return {job.__name__: job for job in jobs}
@@ -87,7 +87,8 @@ class _Models:
             torch.cuda.empty_cache()
 
 
-def _set_up_comfyui(arguments: Mapping[str, Any], *, cpu: bool) -> None:
+def set_up_comfyui(arguments: Mapping[str, Any], *, cpu: bool) -> None:
+    """Put the parent's ComfyUI settings (``model_export.comfyui_arguments``) in place in this process."""
     logging.basicConfig(level=logging.INFO)
     import comfy.options
 

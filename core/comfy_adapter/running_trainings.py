@@ -32,11 +32,14 @@ class TrainingProgress:
         average_loss: Moving average of the losses, for the eye.
         seconds_per_step: Of the last steps, moving average.
         seconds_left: At that speed.
+        predicted_seconds: Of a step, by the plan of what stays on the GPU.
+        plan: That plan in words, empty without one.
         gpu_bytes: Allocated on the GPU by this process.
         gpu_peak_bytes: The most since the training began.
         gpu_total_bytes: What the GPU has.
+        gpu_planned_bytes: The peak by the plan.
         pinned_bytes: Host memory registered with CUDA.
-        stalled_share: Part of the time spent waiting for weights, 0 to 1.
+        stalled_share: Part of the last pass's time spent waiting for weights, 0 to 1.
         saved: The last file written, relative to the output folder.
         saved_step: When it was written.
         preview: The last preview as ComfyUI names files: ``filename``, ``subfolder``, ``type``.
@@ -49,9 +52,12 @@ class TrainingProgress:
     average_loss: float | None = None
     seconds_per_step: float | None = None
     seconds_left: float | None = None
+    predicted_seconds: float | None = None
+    plan: str = ""
     gpu_bytes: int | None = None
     gpu_peak_bytes: int | None = None
     gpu_total_bytes: int | None = None
+    gpu_planned_bytes: int | None = None
     pinned_bytes: int | None = None
     stalled_share: float | None = None
     saved: str | None = None

@@ -5,45 +5,33 @@ from __future__ import annotations
 import contextlib
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import comfy.model_management
 import torch
 from torch import Tensor
 
 from ..log import get_logger
-from ..offload import OffloadTrainingManager
+from ..offload import SharedMasters
 from ..training import (
-    BlockCheckpointing,
-    Callbacks,
-    LoraAdapters,
-    NoiseLevels,
-    OutOfPlace,
     SampleSource,
     Target,
-    Training,
-    TrainingConfig,
     check_identity,
-    check_managed_bytes,
-    check_same_output,
-    draw_batches,
-    find_blocks,
     fingerprint,
     fingerprint_model,
-    model_bytes,
     read_state,
     select_targets,
 )
 from ..training.dataset import TrainingCache
 from .cached_samples import read_examples
 from .lora_files import check_prefix, verify_lora
-from .modulation import ModulationAhead, modulation_plan
-from .running_trainings import RunningTraining, registered, show_text
+from .prepared_model import prepared_model
+from .running_trainings import RunningTraining, registered
 from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
-from .training import ComfyProcess, check_noise_levels
+from .training import check_noise_levels
+from .training_helpers import check_helpers, describe_training, running_helpers
 from .training_preview import Previewer, PreviewInputs, can_show, check_preview
 from .training_request import SAVE_DTYPES, PreviewSettings, SaveSettings, TrainingRequest
 from .training_session import TrainingSession
@@ -113,20 +101,20 @@ def run_lora_training(
             check_prefix(saves.prefix)
         targets = select_targets(model.model.diffusion_model, request.lora.targets)
         check_noise_levels(model, request.levels)
+        helpers = check_helpers(model, request)
         samples = read_examples(model, latents, positive, data, guidance=request.guidance)
         resumed = find_state(saves.resume_from, prefix=saves.prefix)
         start = None if resumed is None else read_state(resumed)
     dtype = training_dtype(model, request.compute_dtype)
     _LOG.info("training %d adapters on %d latents in %s", len(targets), len(samples), dtype)
-    if request.plan:
-        _LOG.info("%s", request.plan)
-        show_text(request.plan, node_id)
     running = RunningTraining(_prompt_id(), node_id, steps=request.training.steps)
     with borrowed_model(model, dtype=dtype, keep_on_host=request.offload.enabled) as patcher:
         identity = training_identity(patcher, targets, samples, request, data=data)
         if start is not None:
             check_identity(start, identity, name=saves.resume_from)
-        with prepared_model(patcher, request) as run, registered(running):
+        message = describe_training(patcher, request) if helpers else None
+        shared = SharedMasters.create() if helpers else None
+        with prepared_model(patcher, request, shared=shared) as run, registered(running):
             previewer = Previewer(
                 model, request.previews, preview, samples=samples, seed=request.training.seed
             )
@@ -139,7 +127,15 @@ def run_lora_training(
                 manager=run.manager,
                 previewer=previewer if can_show(model, preview) else None,
             )
-            training = run.train(samples, request.training, session)
+            with contextlib.ExitStack() as stack:
+                started = None
+                if message is not None and shared is not None:
+                    started = stack.enter_context(
+                        running_helpers(
+                            helpers, message, shared, process=run.process, samples=samples, request=request
+                        )
+                    )
+                training = run.train(samples, request.training, session, helpers=started)
             tensors, state = session.lora(), training.state(identity)
     verify_lora(model, tensors)
     path = None
@@ -186,104 +182,6 @@ def _prompt_id() -> str:
 
     context = get_executing_context()
     return context.prompt_id if context is not None else f"local-{uuid.uuid4()}"
-
-
-@dataclass(frozen=True)
-class PreparedModel:
-    """A model with everything on it that training needs."""
-
-    patcher: Any
-    adapters: LoraAdapters
-    rewriting: OutOfPlace
-    manager: OffloadTrainingManager | None
-    levels: NoiseLevels
-
-    def train(
-        self, samples: Sequence[SampleSource], config: TrainingConfig, session: TrainingSession
-    ) -> Training:
-        """Train the adapters and return the training after its last step."""
-        device = self.patcher.load_device
-        process = ComfyProcess(self.patcher, device, seed=config.seed, levels=self.levels)
-        self.rewrite(process, samples, seed=config.seed)
-
-        def before_micro_step() -> None:
-            comfy.model_management.throw_exception_if_processing_interrupted()
-            if ahead is not None:
-                ahead.before_micro_step()
-
-        callbacks = Callbacks(
-            before_micro_step=before_micro_step,
-            after_backward=self.manager.after_backward if self.manager else Callbacks().after_backward,
-            after_step=session.after_step,
-            after_skip=session.after_skip,
-        )
-        training = Training(
-            process,
-            samples,
-            self.adapters,
-            config,
-            device=device,
-            callbacks=callbacks,
-            network=self.patcher.model.diffusion_model,
-        )
-        cache = self.manager.modulation_cache if self.manager else None
-        ahead = ModulationAhead(cache, process, training.coming_batches) if cache else None
-        session.run(training)
-        return training
-
-    def rewrite(self, process: ComfyProcess, samples: Sequence[SampleSource], *, seed: int) -> None:
-        """Install the out-of-place methods, and prove that they compute the same."""
-        self.rewriting.install()
-        if not len(self.rewriting):
-            return
-        batch = draw_batches(samples[:1], seed=seed, micro_step=0)[0]
-        clean, noise = batch.clean.to(process.device), batch.noise.to(process.device)
-        sigma = process.sigmas(torch.full_like(batch.positions, 0.5))
-        noisy = process.add_noise(clean, noise, sigma)
-        with torch.no_grad():
-            actual = process.denoise(noisy, sigma, batch.conditions)
-            self.rewriting.remove()
-            expected = process.denoise(noisy, sigma, batch.conditions)
-        self.rewriting.install()
-        check_same_output(expected, actual, what="Writing in-place updates out of place")
-
-
-@contextlib.contextmanager
-def prepared_model(patcher: Any, request: TrainingRequest) -> Iterator[PreparedModel]:
-    """Install, from the outside in: checkpointing, adapters, offloading, rewritten methods.
-
-    A recomputed block has to fetch its weights again, so checkpointing is outside of offloading; the
-    rewritten methods take the place of a module's own forward, so they are innermost.
-    """
-    denoiser = patcher.model.diffusion_model
-    with contextlib.ExitStack() as stack:
-        if request.gradient_checkpointing:
-            blocks = BlockCheckpointing(find_blocks(denoiser))
-            stack.callback(blocks.remove)
-            blocks.install()
-        adapters = LoraAdapters(
-            select_targets(denoiser, request.lora.targets),
-            request.lora,
-            seed=request.training.seed,
-            device=patcher.load_device,
-        )
-        stack.enter_context(adapters)
-        manager = None
-        if request.offload.enabled:
-            expected_bytes = model_bytes(denoiser)
-            manager = OffloadTrainingManager(
-                denoiser,
-                patcher.load_device,
-                enable_optimizer_cpu_offload=request.offload.optimizer_on_cpu,
-                cpu_offload_split_threshold=request.offload.split_threshold_mb,
-                modulation=modulation_plan(denoiser, limit_mb=request.offload.modulation_cache_mb),
-            )
-            stack.callback(manager.remove)
-            stats = manager.stats()
-            check_managed_bytes(stats.streamed_bytes + stats.resident_set_bytes, expected_bytes)
-        rewriting = OutOfPlace(denoiser)
-        stack.callback(rewriting.remove)
-        yield PreparedModel(patcher, adapters, rewriting, manager, request.levels)
 
 
 def drawable(losses: list[float]) -> list[float]:

@@ -96,7 +96,7 @@ def borrowed_model(model: Any, *, dtype: torch.dtype, keep_on_host: bool) -> Ite
         try:
             patcher.patch_model(device_to=patcher.offload_device if keep_on_host else patcher.load_device)
             patcher.pre_run()
-            with torch.inference_mode(False), torch.enable_grad(), _in_training(patcher.model):
+            with torch.inference_mode(False), torch.enable_grad(), in_training(patcher.model):
                 with _normal_tensors(patcher.model):
                     yield patcher
         finally:
@@ -145,7 +145,7 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
+def in_training(model: nn.Module) -> Iterator[None]:
     """Tell ComfyUI to keep to code that has gradients."""
     management: Any = comfy.model_management
     has_flag = hasattr(management, "in_training")

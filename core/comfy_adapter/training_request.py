@@ -100,6 +100,7 @@ class TrainingRequest:
         levels: Which noise levels are trained how often.
         guidance: For networks that embed a guidance scale; None leaves the captions as they are.
         plan: One line for the person, shown before the first step.
+        gpus: How many GPUs share the micro-steps of each step.
     """
 
     lora: LoraConfig
@@ -113,6 +114,7 @@ class TrainingRequest:
     levels: NoiseLevels = field(default_factory=NoiseLevels)
     guidance: Guidance | None = None
     plan: str = ""
+    gpus: int = 1
 
     @classmethod
     def from_widgets(cls, widgets: dict[str, Any], *, plan: str = "") -> TrainingRequest:
@@ -142,6 +144,8 @@ class TrainingRequest:
                 enabled=widgets["offload"],
                 optimizer_on_cpu=widgets["optimizer_on_cpu"],
                 split_threshold_mb=threshold_mb if threshold_mb else None,
+                vram_budget_gb=widgets["vram_budget_gb"],
+                ram_budget_gb=widgets["ram_budget_gb"],
             ),
             saves=SaveSettings(
                 prefix=widgets["save_prefix"].strip(),
@@ -166,4 +170,5 @@ class TrainingRequest:
             if widgets["guidance"] == AUTO_GUIDANCE
             else Guidance(widgets["guidance"], replaces=not widgets["guidance_is_default"]),
             plan=plan,
+            gpus=widgets["gpus"],
         )

@@ -76,13 +76,22 @@ class TrainingSession:
             training.load(self.start)
             _LOG.info("going on from step %d", training.step)
         self.progress = dataclasses.replace(self.progress, step=training.step)
-        self.running.tell(self.progress, now=True)
+        self._show_plan()
         self._step_began = time.perf_counter()
         try:
             training.run()
         except BaseException as error:
             self._keep(error)
             raise
+
+    def _show_plan(self) -> None:
+        """Say in one line what is trained how, what stays on the GPU, and what a step should cost."""
+        self.progress = dataclasses.replace(self.progress, **self._memory())
+        self.running.tell(self.progress, now=True)
+        line = "; ".join(part for part in (self.request.plan, self.progress.plan) if part)
+        if line:
+            _LOG.info("%s", line)
+            show_text(line, self.running.node_id)
 
     def after_step(self, step: int, loss: float) -> None:
         """Report a step, then do what is due and what was asked for."""
@@ -219,15 +228,24 @@ class TrainingSession:
         self._bar.update_absolute(progress.step, progress.steps)
         show_text(_line(progress), self.running.node_id)
 
-    def _memory(self) -> dict[str, int]:
-        values: dict[str, int] = {}
+    def _memory(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         device = self.model.load_device
         if device.type == "cuda":
             values["gpu_bytes"] = torch.cuda.memory_allocated(device)
             values["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(device)
             values["gpu_total_bytes"] = torch.cuda.get_device_properties(device).total_memory
-        if self.manager is not None:
-            values["pinned_bytes"] = self.manager.stats().pinned_bytes
+        if self.manager is None:
+            return values
+        stats, plan = self.manager.stats(), self.manager.residency_plan
+        values["pinned_bytes"] = stats.pinned_bytes
+        if stats.last_step is not None and stats.last_step.step_s > 0:
+            values["stalled_share"] = min(1.0, stats.last_step.stalled_s / stats.last_step.step_s)
+        if plan is not None:
+            passes = self.request.training.accumulation_steps // self.request.gpus
+            values["predicted_seconds"] = passes * plan.prediction.step_s
+            values["gpu_planned_bytes"] = plan.prediction.peak_bytes
+            values["plan"] = plan.describe()
         return values
 
     def _note_save(self, path: Path, step: int) -> None:

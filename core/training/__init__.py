@@ -2,20 +2,32 @@
 
 from .adapters import ALGORITHMS, Adapter, LoraAdapter
 from .block_checkpointing import BlockCheckpointing
+from .callbacks import Callbacks
 from .checkpoint import read_lora, save_verified
 from .config import LoraConfig, OffloadSettings, TrainingConfig
-from .data import Batch, Sample, SampleOrder, SampleSource, draw_batches, pair_samples
+from .data import (
+    Batch,
+    Sample,
+    SampleOrder,
+    SampleSource,
+    draw_batches,
+    generator,
+    pair_samples,
+    seed_torch,
+)
 from .fingerprint import fingerprint, fingerprint_model
 from .lora import LoraAdapters
 from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
+from .nan_guard import Trouble, find_layer
 from .noise_levels import LOSS_WEIGHTINGS, MIN_SNR_GAMMA, TIMESTEP_SAMPLINGS, NoiseLevels, shifted
 from .optimizer import OPTIMIZERS
 from .out_of_place import OutOfPlace
 from .schedule import SCHEDULES, learning_rate_factor
 from .self_check import check_managed_bytes, check_same_output, model_bytes
+from .shares import Helpers, MicroStep, Share, check_shares
 from .state_file import TrainingState, check_identity, read_state, save_state
 from .targets import Block, Target, find_blocks, is_linear, select_targets
-from .trainer import Callbacks, Training, train
+from .trainer import Training, train
 
 __all__ = [
     "ALGORITHMS",
@@ -33,26 +45,33 @@ __all__ = [
     "BlockCheckpointing",
     "Callbacks",
     "DiffusionProcess",
+    "Helpers",
     "LoraAdapter",
     "LoraAdapters",
     "LoraConfig",
+    "MicroStep",
     "OffloadSettings",
     "OutOfPlace",
     "RectifiedFlow",
     "Sample",
     "SampleOrder",
     "SampleSource",
+    "Share",
     "Target",
     "Training",
     "TrainingConfig",
     "TrainingState",
+    "Trouble",
     "check_identity",
     "check_managed_bytes",
     "check_same_output",
+    "check_shares",
     "draw_batches",
     "find_blocks",
+    "find_layer",
     "fingerprint",
     "fingerprint_model",
+    "generator",
     "is_linear",
     "learning_rate_factor",
     "model_bytes",
@@ -62,6 +81,7 @@ __all__ = [
     "sample_losses",
     "save_state",
     "save_verified",
+    "seed_torch",
     "select_targets",
     "train",
 ]

@@ -118,22 +118,35 @@ class OffloadSettings:
             single layers.
         modulation_cache_mb: Device memory, in MB (2**20 bytes), for outputs of frozen modulation layers,
             which are computed for several steps at once instead of being streamed; 0 streams them.
+        vram_budget_gb: Device memory for the whole training, in GB (10**9 bytes); weights for which it has
+            room stay there. 0: what is free (on the CPU: all are streamed).
+        ram_budget_gb: Host memory for the weights, in GB; 0: no limit.
     """
 
     enabled: bool = True
     optimizer_on_cpu: bool = False
     split_threshold_mb: float | None = None
     modulation_cache_mb: float = 128.0
+    vram_budget_gb: float = 0.0
+    ram_budget_gb: float = 0.0
 
     def __post_init__(self) -> None:
         if self.split_threshold_mb is not None:
             _positive("split_threshold_mb", self.split_threshold_mb)
-        _not_negative("modulation_cache_mb", self.modulation_cache_mb)
+        for name in ("modulation_cache_mb", "vram_budget_gb", "ram_budget_gb"):
+            _not_negative(name, getattr(self, name))
         if self.optimizer_on_cpu and not self.enabled:
             raise RequestError(
                 "optimizer_on_cpu=True was asked with offload off",
                 limit="The offload engine is what keeps the optimizer on the CPU",
                 way_out="Switch offload on, or optimizer_on_cpu off",
+            )
+        if (self.vram_budget_gb or self.ram_budget_gb) and not self.enabled:
+            raise RequestError(
+                f"vram_budget_gb={self.vram_budget_gb}, ram_budget_gb={self.ram_budget_gb} was asked with "
+                "offload off",
+                limit="Without offload the whole model is on the GPU",
+                way_out="Switch offload on, or set both budgets to 0",
             )
 
 

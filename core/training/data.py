@@ -127,6 +127,14 @@ def generator(seed: int, *purpose: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Make what a model draws from torch's own generators (dropout) a function of the seed too."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
 class SampleOrder:
     """Which samples each micro-step takes: all of one bucket, each bucket in its own seeded epochs.
 

@@ -10,54 +10,27 @@ have given without the stop, on the same machine and software.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import RequestError, TrainingError
-from ..log import get_logger
+from .callbacks import Callbacks
 from .config import TrainingConfig
-from .data import Batch, SampleOrder, SampleSource, draw_batches, generator
+from .data import Batch, SampleOrder, SampleSource, draw_batches, generator, seed_torch
 from .lora import LoraAdapters
 from .loss import LOSSES, DiffusionProcess, sample_losses
 from .nan_guard import NanGuard, Trouble, find_layer
 from .optimizer import gradient_norm, scale_gradients
+from .shares import Helpers, MicroStep, add_gradients, check_first_losses, check_shares, share_out
 from .state_file import TrainingState
 from .trained_weights import TrainedWeights
 
-_LOG = get_logger("training")
-
-
-def _nothing() -> None:
-    return None
-
-
-def _no_report(step: int, loss: float) -> None:
-    return None
-
-
-def _log_skip(what: str) -> None:
-    _LOG.warning("%s", what)
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What a host does during training; each may raise to stop it.
-
-    Attributes:
-        before_micro_step: Called before each forward and backward.
-        after_backward: Called after each backward, before anything reads a gradient.
-        after_step: Called with the number of finished optimizer steps and the last one's loss.
-        after_skip: Called with a line that says why a step was skipped.
-    """
-
-    before_micro_step: Callable[[], None] = _nothing
-    after_backward: Callable[[], None] = _nothing
-    after_step: Callable[[int, float], None] = _no_report
-    after_skip: Callable[[str], None] = _log_skip
+# Micro-steps among which the one of the largest samples is looked for.
+_LOOKED_AHEAD = 1000
 
 
 class Training:
@@ -71,6 +44,7 @@ class Training:
         device: Where the batches are put.
         callbacks: See ``Callbacks``.
         network: The module behind ``process``, to name the layer in which a NaN begins.
+        helpers: Other devices that compute a part of each step.
 
     Attributes:
         weights: What a step changes.
@@ -78,7 +52,7 @@ class Training:
         losses: The mean loss of each.
 
     Raises:
-        RequestError: If the optimizer cannot work where the adapters are.
+        RequestError: If the optimizer cannot work where the adapters are, or steps cannot be shared out.
     """
 
     def __init__(
@@ -91,14 +65,18 @@ class Training:
         device: torch.device | str,
         callbacks: Callbacks | None = None,
         network: nn.Module | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
-        self.process = process
-        self.samples = samples
+        self._num_devices = 1 if helpers is None else 1 + helpers.count
+        check_shares(config.accumulation_steps, num_devices=self._num_devices)
+        self.process, self.samples = process, samples
         self.adapters = adapters
         self.config = config
         self.device = torch.device(device)
         self.callbacks = callbacks or Callbacks()
         self.network = network
+        self.helpers = helpers
+        self._helpers_checked = False
         self.step = 0
         self.losses: list[float] = []
         self._attempt = 0
@@ -125,6 +103,22 @@ class Training:
                 self._try_step()
         return self.losses
 
+    def rehearse(self, passes: int) -> None:
+        """Compute a micro-step of the largest samples a few times and keep nothing of it.
+
+        For who measures what a pass takes before the first step.
+        """
+        numbers = range(self._attempt, self._attempt + min(len(self.samples), _LOOKED_AHEAD))
+        largest = max(numbers, key=self._num_values)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            for _ in range(passes):
+                self.callbacks.run_passes(lambda: self._compute(range(largest, largest + 1)))
+                self.weights.drop_gradients()
+
+    def _num_values(self, micro_step: int) -> int:
+        return sum(math.prod(self.samples[index].shape) for index in self._order.indices(micro_step))
+
     def _try_step(self) -> None:
         """Do one optimizer step, or skip it if something is not finite."""
         loss, trouble = self._accumulate()
@@ -150,11 +144,27 @@ class Training:
 
     def _accumulate(self) -> tuple[float, Trouble | None]:
         """Add up the gradients of a step and return its mean loss, or what is wrong with it."""
+        accumulation = self.config.accumulation_steps
+        mine, *others = share_out(self._attempt * accumulation, accumulation, num_devices=self._num_devices)
+        if self.helpers is None:
+            return self.callbacks.run_passes(lambda: self._compute(mine))
+        shares = [[MicroStep(number, self._batches(number)) for number in numbers] for numbers in others]
+        self.helpers.start(self.adapters.named_parameters(), shares)
+        expected = self._first_losses(shares)
+        total, trouble = self.callbacks.run_passes(lambda: self._compute(mine))
+        share = self.helpers.finish()
+        trouble = trouble or share.trouble
+        if trouble is None:
+            check_first_losses(expected, share.losses)
+            add_gradients(self.adapters.named_parameters(), share.gradients)
+        return total + sum(sum(losses) for losses in share.losses), trouble
+
+    def _compute(self, micro_steps: range) -> tuple[float, Trouble | None]:
+        """Do these micro-steps here; return their part of the mean loss, or what is wrong with it."""
         total = 0.0
-        for micro in range(self.config.accumulation_steps):
+        for micro, micro_step in enumerate(micro_steps):
             self._micro = micro
             self.callbacks.before_micro_step()
-            micro_step = self._attempt * self.config.accumulation_steps + micro
             for index, batch in enumerate(self._batches(micro_step)):
                 seed = micro_step, index
                 loss = self._loss(batch, seed)
@@ -169,12 +179,26 @@ class Training:
                 total += value
         return total, None
 
+    def _first_losses(self, shares: list[list[MicroStep]]) -> list[float]:
+        """Return, once, what each helper should find first; nothing later."""
+        if self._helpers_checked:
+            return []
+        self._helpers_checked = True
+        with torch.no_grad():
+            return [
+                sum(
+                    float(self._loss(batch, (step.number, index))) for index, batch in enumerate(step.batches)
+                )
+                for step in (micro_steps[0] for micro_steps in shares)
+            ]
+
     def coming_batches(self) -> Iterator[list[Batch]]:
-        """Yield the batches of every micro-step from the present one on, as far as no step is skipped."""
+        """Yield the batches of every micro-step here, from the present one on, if no step is skipped."""
         accumulation = self.config.accumulation_steps
-        first = self._attempt * accumulation + self._micro
-        last = (self._attempt + self.config.steps - self.step) * accumulation
-        return (self._batches(micro_step) for micro_step in range(first, last))
+        each = accumulation // self._num_devices
+        attempts = range(self._attempt, self._attempt + self.config.steps - self.step)
+        numbers = (attempt * accumulation + micro for attempt in attempts for micro in range(each))
+        return (self._batches(number) for number in itertools.islice(numbers, self._micro, None))
 
     def _batches(self, micro_step: int) -> list[Batch]:
         chosen = [self.samples[index] for index in self._order.indices(micro_step)]
@@ -182,7 +206,7 @@ class Training:
 
     def _loss(self, batch: Batch, seed: tuple[int, int]) -> Tensor:
         """Return the batch's share of the step's mean loss, with its graph."""
-        _seed_torch(generator(self.config.seed, "torch", *seed), self.device)
+        seed_torch(generator(self.config.seed, "torch", *seed).initial_seed(), self.device)
         per_sample = sample_losses(
             self.process,
             batch.clean.to(self.device),
@@ -261,12 +285,3 @@ def train(
 ) -> list[float]:
     """Train the installed ``adapters`` and return the mean loss of every optimizer step; see ``Training``."""
     return Training(process, samples, adapters, config, device=device, callbacks=callbacks).run()
-
-
-def _seed_torch(random: torch.Generator, device: torch.device) -> None:
-    """Make what a model draws from torch's own generators (dropout) a function of the seed too."""
-    seed = random.initial_seed()
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)

@@ -11,6 +11,7 @@ from .doctor import describe as describe_findings
 from .doctor import examine as examine_machine
 from .host_memory import available_host_bytes, file_backed_bytes
 from .pool import WorkerPool
+from .protocol import check_sendable
 from .shared_arena import SharedArena, open_arena
 from .spec import Deadlines, WorkerSpec
 from .worker import WorkerContext, borrows_arguments
@@ -24,6 +25,7 @@ __all__ = [
     "WorkerSpec",
     "available_host_bytes",
     "borrows_arguments",
+    "check_sendable",
     "describe_findings",
     "examine_machine",
     "file_backed_bytes",

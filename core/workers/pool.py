@@ -12,7 +12,7 @@ from .channel import Outgoing
 from .engine import RankEngine
 from .launcher import RankGroup, launch
 from .links import check_links
-from .protocol import PayloadEncoder
+from .protocol import PayloadEncoder, check_sendable
 from .spec import WorkerSpec
 from .watchdog import Watchdog
 
@@ -50,7 +50,7 @@ class WorkerPool(RankEngine):
             WorkerError: If a rank did not start; it holds every rank's traceback and last log lines.
         """
         # Refused here already, because a started process would have to be ended again.
-        PayloadEncoder().encode(dict(spec.setup_args), "setup_args")
+        check_sendable(dict(spec.setup_args), "setup_args")
         if spec.backend == "nccl" and spec.num_ranks > 1:
             check_links(spec.devices)
         group = launch(spec)

@@ -47,6 +47,19 @@ class _RefusedError(TypeError):
         self.path: list[str] = []
 
 
+def check_sendable(value: Any, name: str) -> None:
+    """Check that a value may be sent, before there is anybody to send it to.
+
+    Args:
+        value: What is to be sent.
+        name: What the error calls it.
+
+    Raises:
+        TypeError: If something in it may not be; the message names its path.
+    """
+    PayloadEncoder().encode(value, name)
+
+
 class PayloadEncoder:
     """Writes one or more values that share one buffer, for example one payload for each rank.
 

@@ -130,15 +130,20 @@ function describe(progress) {
     lines[0] += `, loss ${progress.loss.toPrecision(4)} (average ${progress.average_loss.toPrecision(4)})`;
   }
   if (progress.seconds_per_step != null) {
-    lines.push(`${progress.seconds_per_step.toPrecision(3)} s a step, ${clock(progress.seconds_left)} left`);
+    const predicted = progress.predicted_seconds == null ? "" : ` (predicted ${progress.predicted_seconds.toPrecision(3)})`;
+    lines.push(`${progress.seconds_per_step.toPrecision(3)} s a step${predicted}, ${clock(progress.seconds_left)} left`);
   }
   const memory = [];
   if (progress.gpu_bytes != null) {
-    memory.push(`VRAM ${gb(progress.gpu_bytes)} of ${gb(progress.gpu_total_bytes)} (peak ${gb(progress.gpu_peak_bytes)})`);
+    const planned = progress.gpu_planned_bytes == null ? "" : `, planned ${gb(progress.gpu_planned_bytes)}`;
+    memory.push(
+      `VRAM ${gb(progress.gpu_bytes)} of ${gb(progress.gpu_total_bytes)} (peak ${gb(progress.gpu_peak_bytes)}${planned})`,
+    );
   }
   if (progress.pinned_bytes != null) memory.push(`pinned RAM ${gb(progress.pinned_bytes)}`);
   if (progress.stalled_share != null) memory.push(`${Math.round(100 * progress.stalled_share)} % waiting for weights`);
   if (memory.length) lines.push(memory.join(", "));
+  if (progress.plan) lines.push(`Plan: ${progress.plan}`);
   if (progress.saved) lines.push(`Saved at step ${progress.saved_step}: ${progress.saved}`);
   if (progress.message) lines.push(progress.message);
   return lines.join("\n");

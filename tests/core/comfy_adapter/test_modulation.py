@@ -27,7 +27,8 @@ class Session:
 
 def train(kind, *, limit_mb, targets="", captions=(7, 9)):
     """Train a little and return the adapters, the losses and the cache's figures."""
-    from comfyui_ferry.core.comfy_adapter.train_lora import TrainingRequest, prepared_model
+    from comfyui_ferry.core.comfy_adapter.prepared_model import prepared_model
+    from comfyui_ferry.core.comfy_adapter.train_lora import TrainingRequest
     from comfyui_ferry.core.comfy_adapter.trainable_model import borrowed_model
     from comfyui_ferry.core.comfy_adapter.training_inputs import read_samples
     from comfyui_ferry.core.training import LoraConfig, OffloadSettings, TrainingConfig

@@ -60,7 +60,7 @@ def fill(adapters):
 
 def gradients(kind, device="cpu", **changes):
     """The gradient of every LoRA tensor of one batch, in one mode."""
-    from comfyui_ferry.core.comfy_adapter.train_lora import prepared_model
+    from comfyui_ferry.core.comfy_adapter.prepared_model import prepared_model
     from comfyui_ferry.core.comfy_adapter.trainable_model import borrowed_model
     from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
 
@@ -467,7 +467,7 @@ def outputs_at(patcher, process_of):
 def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
     import comfy.sd
     import comfy.utils
-    from comfyui_ferry.core.comfy_adapter import train_lora as module
+    from comfyui_ferry.core.comfy_adapter import prepared_model as module
     from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
 
     def process_of(patcher):
@@ -476,8 +476,8 @@ def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
     trained = []
     original = module.PreparedModel.train
 
-    def train_and_look(run, *arguments):
-        training = original(run, *arguments)
+    def train_and_look(run, *arguments, **options):
+        training = original(run, *arguments, **options)
         trained.append(outputs_at(run.patcher, process_of))
         return training
 

@@ -111,6 +111,23 @@ def test_stop_returns_what_there_is_and_save_writes_it_at_once(output, monkeypat
     monkeypatch.undo()
 
 
+def test_a_step_that_runs_out_of_memory_once_is_repeated(output, monkeypatch, whole):
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
+
+    original, tries = ComfyProcess.denoise, []
+
+    def denoise(*arguments):
+        tries.append(0)
+        if len(tries) == 5:
+            raise torch.OutOfMemoryError("no memory")
+        return original(*arguments)
+
+    monkeypatch.setattr(ComfyProcess, "denoise", denoise)
+    result = train(prefix="", offload={"optimizer_on_cpu": True})
+    assert result.loss_map == whole.loss_map
+    assert all(torch.equal(result.lora[name], value) for name, value in whole.lora.items())
+
+
 @pytest.mark.parametrize("kind", ["cancel", "error"])
 def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, monkeypatch, kind, whole):
     import comfy.model_management as management
@@ -126,13 +143,13 @@ def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, mon
 
             def fail():
                 monkeypatch.setattr(management, "throw_exception_if_processing_interrupted", original)
-                raise torch.OutOfMemoryError("no memory")
+                raise ArithmeticError("broken")
 
             monkeypatch.setattr(management, "throw_exception_if_processing_interrupted", fail)
 
     with monkeypatch.context() as patch:
         at_step(patch, 4, break_off)
-        expected = management.InterruptProcessingException if kind == "cancel" else torch.OutOfMemoryError
+        expected = management.InterruptProcessingException if kind == "cancel" else ArithmeticError
         with pytest.raises(expected) as caught:
             train(offload=offload)
         assert "saved as of step 4" in caught.value.__notes__[0]
@@ -160,3 +177,44 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_it(output, monkeypatch):
         "training_states/tiny_00001/step_00000003.safetensors",
         "training_states/tiny_00001/step_00000004.safetensors",
     ]
+
+
+def test_a_budget_is_planned_shown_and_kept(monkeypatch, whole):
+    """On the CPU too: two passes are rehearsed, the plan is there before the first step, nothing differs."""
+    from comfyui_ferry.core.comfy_adapter.training_session import TrainingSession
+
+    seen = []
+    original = TrainingSession.after_step
+
+    def after_step(session, step, loss):
+        if step == 1:
+            seen.append(session.progress)
+        original(session, step, loss)
+        seen.append(session.progress)
+        seen.append(session.manager.stats().resident_set_bytes)
+
+    monkeypatch.setattr(TrainingSession, "after_step", after_step)
+    offload = {"optimizer_on_cpu": True, "vram_budget_gb": 0.0006, "ram_budget_gb": 1.0}
+    result = train(prefix="", offload=offload)
+    assert result.loss_map == whole.loss_map
+    assert all(torch.equal(result.lora[name], value) for name, value in whole.lora.items())
+    before, kept_bytes = seen[0], [value for value in seen if isinstance(value, int)]
+    assert before.step == 0 and "s a step" in before.plan and before.predicted_seconds > 0
+    assert max(kept_bytes) <= 0.0006e9
+    assert 0 < before.gpu_planned_bytes <= 0.0006e9
+    assert 0 <= seen[-2].stalled_share <= 1
+
+
+@pytest.mark.parametrize(
+    ("offload", "named"),
+    [
+        ({"vram_budget_gb": 1e-6}, "device memory"),
+        ({"ram_budget_gb": 1e-6}, "ram_gb=1e-06"),
+        ({"vram_budget_gb": -1.0}, "vram_budget_gb=-1.0"),
+        ({"vram_budget_gb": 1.0, "enabled": False}, "offload off"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused(output, offload, named):
+    with pytest.raises(RequestError, match=named):
+        train(offload=offload)
+    assert files(output) == []
