@@ -1,17 +1,21 @@
 """Train LoRA (Offload) beside ComfyUI's own Train LoRA: same model, data and steps.
 
     python benchmarks/train_nodes.py --comfyui PATH --model flux --steps 5 --out results
+    python benchmarks/train_nodes.py --comfyui PATH --model qwen-image --budgets 6 8 12 24 --rows ferry
     python benchmarks/train_nodes.py --comfyui PATH --model tiny --device cpu
 
-Each row runs in a process of its own, so one that fails does not end the others. Seconds a step are the
-difference of a long and a short run; peaks are ``torch.cuda.max_memory_allocated`` and the process's
-largest resident set. The gradient error is that of all LoRA gradients of one step against plain autograd
-in fp32 with the LoRA merged into the weights, for the inputs and the output gradient that the node used.
+Each row runs in a process of its own, so one that fails does not end the others; budgets of VRAM are tried
+one after the other in one process, on one model. Seconds a step are taken between optimizer steps, after the
+first six; peaks are ``torch.cuda.max_memory_allocated`` of the whole run, beside the peak that was planned,
+and the process's largest resident set. The gradient error is that of all LoRA gradients of one step against
+plain autograd in fp32 with the LoRA merged into the weights, for the inputs and the output gradient that
+the node used (FLUX models only).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -19,7 +23,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +41,21 @@ TINY = FLUX | {
     "vec_in_dim": 24, "context_in_dim": 40, "hidden_size": 48, "num_heads": 3, "depth": 2,
     "depth_single_blocks": 2, "axes_dim": [4, 6, 6],
 }  # fmt: skip
+QWEN = {
+    "image_model": "qwen_image", "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 60,
+    "attention_head_dim": 128, "num_attention_heads": 24, "joint_attention_dim": 3584,
+    "axes_dims_rope": (16, 56, 56),
+}  # fmt: skip
 # Configuration, dtype of the weights, latent side, text tokens.
-MODELS = {"flux": (FLUX, torch.bfloat16, 128, 512), "tiny": (TINY, torch.float32, 8, 7)}
+MODELS = {
+    "flux": (FLUX, torch.bfloat16, 128, 512),
+    "qwen-image": (QWEN, torch.bfloat16, 128, 256),
+    "tiny": (TINY, torch.float32, 8, 7),
+}
 ROWS = ("ferry", "ferry, weights on the GPU", "stock", "stock, offloading")
 RANK = 16
+# The residency plan is corrected by what the first steps took.
+_WARM_UP_STEPS = 6
 
 
 def build(name: str, device: str) -> Any:
@@ -51,11 +66,13 @@ def build(name: str, device: str) -> Any:
     config, dtype, _, _ = MODELS[name]
     with torch.inference_mode():
         torch.manual_seed(0)
-        settings = comfy.supported_models.Flux(dict(config))
+        is_qwen = config["image_model"] == "qwen_image"
+        kind = comfy.supported_models.QwenImage if is_qwen else comfy.supported_models.Flux
+        settings = kind(dict(config))
         settings.set_inference_dtype(dtype, None)
         model = settings.get_model({}, "")
         for parameter in model.diffusion_model.parameters():
-            parameter.normal_(std=0.02)
+            fill(parameter)
     patcher = comfy.model_patcher.CoreModelPatcher(
         model, load_device=torch.device(device), offload_device=torch.device("cpu")
     )
@@ -64,11 +81,22 @@ def build(name: str, device: str) -> Any:
     return patcher
 
 
+def fill(parameter: torch.Tensor) -> None:
+    """Give a parameter random values; made on the GPU, if there is one, where it takes no time."""
+    if torch.cuda.is_available():
+        parameter.copy_(torch.empty_like(parameter, device="cuda").normal_(std=0.02))
+    else:
+        parameter.normal_(std=0.02)
+
+
 def data(name: str) -> tuple[list[dict], list[list]]:
     """Return latents and captions."""
     config, _, side, tokens = MODELS[name]
     random = torch.Generator().manual_seed(1)
     latents = [{"samples": torch.randn(1, 16, side, side, generator=random)} for _ in range(2)]
+    if config["image_model"] == "qwen_image":
+        width = config["joint_attention_dim"]
+        return latents, [[[torch.randn(1, tokens, width, generator=random), {}] for _ in range(2)]]
     captions = [
         [
             torch.randn(1, tokens, config["context_in_dim"], generator=random),
@@ -216,23 +244,67 @@ def _moved(value: Any, device: str) -> Any:
     return type(value)(_moved(item, device) for item in value) if isinstance(value, list | tuple) else value
 
 
-def child(row: str, name: str, device: str, steps: int) -> dict[str, float]:
-    """Measure one row."""
+def child(
+    row: str, name: str, device: str, steps: int, *, budgets: list[float], gradients: bool
+) -> list[dict[str, Any]]:
+    """Measure one row, once for each budget."""
+    import comfy.ldm.flux.model
+
     model = build(name, device)
-    seconds = []
-    run_node(row, model, name, steps=1)
+    results = []
+    for budget in budgets:
+        results.append(measure(row, model, name, device, steps, budget=budget))
+        if gradients and isinstance(model.model.diffusion_model, comfy.ldm.flux.model.Flux):
+            results[-1]["gradient_error"] = gradient_error(watch(row, model, name), name, device)
+    return results
+
+
+def measure(row: str, model: Any, name: str, device: str, steps: int, *, budget: float) -> dict[str, Any]:
+    """Run the node once and return its figures."""
+    moments: list[float] = []
+    planned: list[int] = []
+
+    def before_step(optimizer: Any, *rest: Any) -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        moments.append(time.perf_counter())
+
     if device == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    for count in (2, 2 + steps):
-        start = time.perf_counter()
-        run_node(row, model, name, steps=count)
-        seconds.append(time.perf_counter() - start)
-    result = {
-        "seconds_per_step": (seconds[1] - seconds[0]) / steps,
-        "peak_vram_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0,
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        with noted_plans(planned):
+            changes = {"vram_budget_gb": budget} if row == "ferry" else {}
+            run_node(row, model, name, steps=_WARM_UP_STEPS + steps, **changes)
+    finally:
+        handle.remove()
+    return {
+        "vram_budget_gb": budget or None,
+        "seconds_per_step": (moments[-1] - moments[-1 - steps]) / steps,
+        "peak_vram_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
+        "planned_vram_gb": planned[-1] / 1e9 if planned else None,
         "peak_ram_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
-    return result | {"gradient_error": gradient_error(watch(row, model, name), name, device)}
+
+
+@contextlib.contextmanager
+def noted_plans(planned: list[int]) -> Iterator[None]:
+    """Append the planned peak of our node whenever it reports its progress."""
+    from comfyui_ferry.core.comfy_adapter.running_trainings import RunningTraining
+
+    original = RunningTraining.tell
+
+    def tell(self: Any, progress: Any, *, now: bool = False) -> None:
+        if progress.gpu_planned_bytes is not None:
+            planned.append(progress.gpu_planned_bytes)
+        original(self, progress, now=now)
+
+    RunningTraining.tell = tell
+    try:
+        yield
+    finally:
+        RunningTraining.tell = original
 
 
 def load(comfyui: Path, device: str) -> None:
@@ -262,34 +334,55 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for train_nodes.json and train_nodes.md")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument(
+        "--budgets", nargs="+", type=float, default=[0.0], help="GB of VRAM for ferry; 0: auto"
+    )
+    parser.add_argument(
+        "--no-gradient-error", action="store_true", help="it takes the model once more, in fp32"
+    )
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    gradients = not options.no_gradient_error
     if options.row:
         load(options.comfyui.resolve(), options.device)
-        print(json.dumps(child(options.row, options.model, options.device, options.steps)))
+        budgets = options.budgets if options.row == "ferry" else [0.0]
+        found = child(
+            options.row, options.model, options.device, options.steps, budgets=budgets, gradients=gradients
+        )
+        print(json.dumps(found))
         return
-    rows = {}
+    results: dict[str, Any] = {}
     lines = [
-        "| node | s/step | peak VRAM GiB | peak RAM GiB | gradient error |", "|---|---|---|---|---|"
-    ]  # fmt: skip
-    for row in ROWS:
+        "| node | VRAM budget GB | s/step | peak VRAM GB | planned GB | peak RAM GiB | gradient error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in options.rows:
         command = [sys.executable, os.path.abspath(__file__), "--row", row, "--comfyui", str(options.comfyui)]
         command += ["--model", options.model, "--device", options.device, "--steps", str(options.steps)]
+        command += ["--budgets", *map(str, options.budgets), *["--no-gradient-error"][: not gradients]]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         try:
-            found = rows[row] = json.loads(ran.stdout.splitlines()[-1])
-            numbers = (found[key] for key in ("seconds_per_step", "peak_vram_gib", "peak_ram_gib"))
-            cells = [f"{number:.3f}" for number in numbers] + [f"{found['gradient_error']:.1e}"]
+            found = results[row] = json.loads(ran.stdout.splitlines()[-1])
+            lines += [table_line(row, result) for result in found]
         except (IndexError, json.JSONDecodeError):
-            rows[row] = {"failed": ran.stderr[-2000:]}
-            cells = ["failed", "", "", ""]
+            results[row] = {"failed": ran.stderr[-2000:]}
             print(ran.stderr[-2000:], file=sys.stderr)
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+            lines.append(f"| {row} | failed | | | | | |")
+        print(lines[-1], file=sys.stderr)
     print("\n".join(lines))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "train_nodes.json").write_text(json.dumps(rows, indent=2) + "\n")
+        (options.out / "train_nodes.json").write_text(json.dumps(results, indent=2) + "\n")
         (options.out / "train_nodes.md").write_text("\n".join(lines) + "\n")
+
+
+def table_line(row: str, result: dict[str, Any]) -> str:
+    """Return one line of the table."""
+    names = ("vram_budget_gb", "seconds_per_step", "peak_vram_gb", "planned_vram_gb", "peak_ram_gib")
+    cells = ["" if result[name] is None else f"{result[name]:.3f}" for name in names]
+    error = result.get("gradient_error")
+    return f"| {row} | {' | '.join(cells)} | {'' if error is None else f'{error:.1e}'} |"
 
 
 if __name__ == "__main__":
