@@ -66,12 +66,12 @@ def take_over(model: nn.Module, new: OffloadTrainingManager) -> None:
 
 
 def make_units(model: nn.Module, plans: list[UnitPlan]) -> dict[int, Unit]:
-    """Return ``id(module)`` to the unit that holds the module's own tensors."""
+    """Return ``id(module)`` to the unit that the module's forward needs."""
     units = {id(module): Unit(path) for path, module in model.named_modules()}
     for plan in plans:
         unit = units[id(plan.module)]
-        for _, owner in plan.owners:
-            units[id(owner)] = unit
+        for module in (*(owner for _, owner in plan.owners), *plan.members):
+            units[id(module)] = unit
     return units
 
 

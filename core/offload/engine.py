@@ -83,6 +83,8 @@ class Engine:
             self.settle()
             self.transfer.clock.begin(self.transfer.moved_bytes)
             if torch._C._current_graph_task_id() == NO_TASK:
+                if not self.holding.is_on:
+                    self.residency.forget_contents()
                 self.timer.begin("forward")
         scope = Scope()
         scopes.append(scope)
@@ -98,12 +100,11 @@ class Engine:
 
     @_disable_dynamo
     def is_covered(self, unit: Unit) -> bool:
-        """Return whether the forward around this one has the unit and its hooks in place already."""
+        """Return whether the forwards around this one have the unit and its hooks in place already."""
         scopes = self._scopes()
         if not scopes or not unit.buckets or not self.saved_tensors.is_innermost():
             return False
-        pinned = scopes[-1].buckets
-        return all(id(bucket) in pinned for bucket in unit.buckets)
+        return all(any(id(bucket) in scope.buckets for scope in reversed(scopes)) for bucket in unit.buckets)
 
     @_disable_dynamo
     def leave(self, scope: Scope) -> None:
@@ -173,7 +174,8 @@ class Engine:
         """Bring a tensor in because a module's entry is being read, if a forward or backward runs."""
         scopes = self._scopes()
         scope = scopes[-1] if scopes else self._task_scope()
-        if scope is not None:
+        # Without the lock first: most reads are of what this very thread has pinned.
+        if scope is not None and id(holder.managed[name].bucket) not in scope.buckets:
             self._use_entry(holder, name, scope)
 
     @exclusive
@@ -229,6 +231,7 @@ class Engine:
         if not self._tasks:
             self.look_ahead.end_backward()
             self.residency.drop_cached()
+            self.residency.forget_contents()
             self.timer.end("backward")
         thread = threading.get_ident()
         if all(other.thread_id != thread for other in self._tasks.values()):

@@ -1,8 +1,8 @@
 """What a step costs with given residents: a walk through its passes, on a measured profile.
 
 A step streams what does not stay twice: in the forward, and in the backward, where a recompute and the
-gradients share one copy. Copies run one after the other, ahead of the computation as far as the room
-for streaming allows.
+gradients share one copy. What the forward used last is still there when the backward begins. Copies run
+one after the other, ahead of the computation as far as the room for streaming allows.
 
 What this module does not do: it chooses nothing; see ``planner``.
 """
@@ -103,18 +103,31 @@ def predict(
             rate = profile.link_bytes_per_s if is_pinned else profile.pageable_bytes_per_s
             copies_s[bucket.name] = bucket.nbytes / rate
     forward = [(b, copies_s.get(b.name), b.forward_s) for b in profile.buckets]
-    backward = [(b, copies_s.get(b.name), b.backward_s) for b in reversed(profile.buckets)]
+    streams = [bucket for bucket in profile.buckets if bucket.name in copies_s]
+    still_there = _last_within(streams, ring_bytes)
+    again_s = {**copies_s, **dict.fromkeys(still_there, 0.0)}
+    backward = [(b, again_s.get(b.name), b.backward_s) for b in reversed(profile.buckets)]
     passes = sum(_pass_s(work, ring_bytes, overlaps=profile.overlaps) for work in (forward, backward))
     compute_s = sum(bucket.forward_s + bucket.backward_s for bucket in profile.buckets)
-    streamed = sum(bucket.nbytes for bucket in profile.buckets if bucket.name in copies_s)
+    streamed = sum(bucket.nbytes for bucket in streams)
     kept_bytes = profile.total_bytes - streamed
     return Prediction(
         step_s=passes + profile.other_s,
-        link_s=2 * sum(copies_s.values()),
+        link_s=sum(copies_s.values()) + sum(again_s.values()),
         compute_s=compute_s + profile.other_s,
-        moved_bytes=2 * streamed,
+        moved_bytes=2 * streamed - sum(still_there.values()),
         peak_bytes=profile.other_bytes + kept_bytes + min(ring_bytes, streamed),
     )
+
+
+def _last_within(streams: Sequence[BucketProfile], ring_bytes: int) -> dict[str, int]:
+    """Return name and size of the last buckets that fit the room for streaming together."""
+    found: dict[str, int] = {}
+    for bucket in reversed(streams):
+        if sum(found.values()) + bucket.nbytes > ring_bytes:
+            break
+        found[bucket.name] = bucket.nbytes
+    return found
 
 
 def _pass_s(

@@ -3,7 +3,8 @@
 A bucket that a forward uses is pinned. One that a recompute or a backward brought in stays cached,
 least recently used out first, up to a limit; so recompute and backward share one copy. A bucket that
 is *kept* stays from its first use on, beside that limit. A slot that somebody still views is never
-reused: it is *held* until its last view is gone, and counted.
+reused: it is *held* until its last view is gone, and counted. A free slot that nothing has overwritten
+since is taken back without a copy: a backward begins with the buckets that its forward used last.
 
 What this module does not do: it binds no tensor and knows neither forwards nor graphs.
 """
@@ -171,20 +172,29 @@ class Residency:
         self._sweep()
         self.pool.trim(self.cache_limit_bytes)
 
+    def forget_contents(self) -> None:
+        """Take nothing back from free slots: from here on masters may change without leaving a trace."""
+        self.pool.forget_contents()
+
     def _load(self, bucket: Bucket) -> Slot:
         self._sweep()
         self._make_room(0 if bucket.is_kept else bucket.nbytes)
-        slot = self._acquire(bucket.nbytes, is_kept=bucket.is_kept)
+        slot = None if bucket.is_kept else self.pool.take_back(bucket)
+        if slot is None:
+            slot = self._acquire(bucket.nbytes, is_kept=bucket.is_kept)
+            self._fill(slot, bucket)
+        self._by_address[slot.address] = slot
+        self._count(slot, bucket.nbytes)
+        self.note_peak()
+        return slot
+
+    def _fill(self, slot: Slot, bucket: Bucket) -> None:
         slot.is_kept = bucket.is_kept
         with bucket.host_lock:
             slot.note_content(bucket)
             # What an optimizer may change meanwhile is copied while the lock is held.
             is_staged = bucket.is_staged and bucket.is_constant()
             self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease, is_staged=is_staged)
-        self._by_address[slot.address] = slot
-        self._count(slot, bucket.nbytes)
-        self.note_peak()
-        return slot
 
     def _acquire(self, nbytes: int, *, is_kept: bool) -> Slot:
         try:

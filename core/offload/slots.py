@@ -27,7 +27,7 @@ class Slot:
 
     Attributes:
         flat: The memory, uint8 ``[capacity]``.
-        bucket: Whose bytes are in it, or None while it is free.
+        bucket: Whose bytes are in it; None if nobody's. A free slot keeps them until it is reused.
         versions: Version of each of its segments at the time; None where the slot's bytes are out of date.
         is_kept: Whether it was taken for a bucket that stays.
     """
@@ -94,10 +94,22 @@ class SlotPool:
         self.allocated_bytes += slot.capacity_bytes
         return slot
 
+    def take_back(self, bucket: Bucket) -> Slot | None:
+        """Return the free slot that still holds what the bucket's masters hold, if there is one."""
+        for slot in self._free:
+            if slot.bucket is bucket and slot.is_current():
+                self._free.remove(slot)
+                return slot
+        return None
+
+    def forget_contents(self) -> None:
+        """Let nobody take a free slot back: masters may change now without leaving a trace."""
+        for slot in self._free:
+            slot.bucket = None
+
     def release(self, slot: Slot) -> None:
         """Take a slot back that nobody views."""
         self._transfer.retire(slot.lease)
-        slot.bucket = None
         self._free.append(slot)
 
     def trim(self, limit_bytes: int) -> None:

@@ -25,11 +25,14 @@ class UnitPlan:
         path: Dotted path of the module whose forward uses the unit.
         module: That module.
         owners: ``(path, module)`` of every module whose own tensors belong to it.
+        members: Modules below ``module`` that have no tensors of their own and move with it, as those
+            below them do.
     """
 
     path: str
     module: nn.Module
     owners: tuple[tuple[str, nn.Module], ...]
+    members: tuple[nn.Module, ...] = ()
 
 
 def plan_units(
@@ -88,7 +91,8 @@ class _Walk:
                 if id(member[1]) not in self._seen and id(member[1]) not in self._apart
             ]
             self._seen |= {id(child) for _, child in owners}
-            yield from _unit(path, module, owners)
+            whole = tuple(child for _, child in owners if self._is_whole(child))
+            yield from _unit(path, module, owners, members=whole)
             for name, child in members:
                 yield from self.visit(child, name)
             return
@@ -102,11 +106,22 @@ class _Walk:
             return False
         return module_bytes(module, apart=self._apart) <= self._threshold
 
+    def _is_whole(self, module: nn.Module) -> bool:
+        return not any(id(child) in self._apart for child in module.modules())
 
-def _unit(path: str, module: nn.Module, owners: list[tuple[str, nn.Module]]) -> Iterator[UnitPlan]:
+
+def _unit(
+    path: str,
+    module: nn.Module,
+    owners: list[tuple[str, nn.Module]],
+    *,
+    members: tuple[nn.Module, ...] = (),
+) -> Iterator[UnitPlan]:
     holders = [(name, owner) for name, owner in owners if any(True for _ in owned_tensors(owner))]
     if holders:
-        yield UnitPlan(path=path, module=module, owners=tuple(holders))
+        holding = {id(owner) for _, owner in holders}
+        without = tuple(member for member in members if id(member) not in holding)
+        yield UnitPlan(path=path, module=module, owners=tuple(holders), members=without)
 
 
 def _join(path: str, name: str) -> str:

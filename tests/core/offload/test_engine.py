@@ -202,7 +202,59 @@ def test_recompute_and_backward_share_one_copy(checkpointing):
     model.checkpointing = checkpointing
     manager = attach(model)
     model(torch.randn(4, 64, requires_grad=True)).square().mean().backward()
-    assert manager.stats().moved_to_target_bytes == 2 * 4 * 64 * 64 * 4
+    # The backward begins with the layer that the forward ended with, in the one slot that it took.
+    assert manager.stats().moved_to_target_bytes == (4 + 3) * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("write", ["data", "no_grad", "assign"])
+def test_a_weight_changed_between_steps_is_copied_again(write):
+    """Also where the change leaves no trace: what free slots hold is taken back within a step only."""
+    model, plain = frozen_linears(2), frozen_linears(2)
+    plain.load_state_dict(model.state_dict())
+    manager = attach(model)
+    x = torch.randn(4, 64, requires_grad=True)
+    for factor in (1.0, 2.0, 0.5):
+        for each in (model, plain):
+            weight = each.blocks[1].weight
+            if write == "data":
+                weight.data.mul_(factor)
+            elif write == "no_grad":
+                with torch.no_grad():
+                    weight.mul_(factor)
+            else:
+                each.blocks[1].weight = nn.Parameter(weight.detach() * factor, requires_grad=False)
+        for forward_only in (True, False):
+            mine, expected = (each(x).square().mean() for each in (model, plain))
+            assert_close(mine, expected)
+            if not forward_only:
+                one, other = (torch.autograd.grad(loss, x)[0] for loss in (mine, expected))
+                assert_close(one, other)
+    assert manager.resident_bytes == 0
+
+
+def test_a_weight_changed_after_its_forward_is_not_taken_back():
+    model = frozen_linears(2)
+    attach(model)
+    x = torch.randn(4, 64, requires_grad=True)
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        model.blocks[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_one_scope_serves_a_whole_block(monkeypatch):
+    """Modules inside a block that moves as a whole cost nothing but the question."""
+    from comfyui_ferry.core.offload.engine import Engine
+
+    entered = []
+    plain = Engine.enter
+    monkeypatch.setattr(Engine, "enter", lambda self, unit: entered.append(unit.path) or plain(self, unit))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.SiLU(), nn.Sequential(nn.Linear(8, 8))))
+    attach(model.requires_grad_(False), 1.0)
+    for module in (model, model[1]):
+        module(torch.randn(2, 8))
+    assert len(entered) == 2
 
 
 def test_the_recompute_cache_is_bounded():

@@ -126,7 +126,7 @@ def test_any_number_of_micro_batches_moves_the_bytes_of_one(on_host):
         counts = [
             moved(lambda n=n: backward_layer_major(manager, sequence, (BATCHES * 3)[:n])) for n in (1, 2, 7)
         ]
-        assert counts[0] == counts[1] == counts[2]
+    assert counts[0] == counts[1] == counts[2]
     model(BATCHES[0]).backward()
     assert counts[0] <= moved(lambda: model(BATCHES[0]).backward())
 

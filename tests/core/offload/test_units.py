@@ -74,3 +74,24 @@ def test_a_module_apart_is_no_part_of_a_larger_unit():
         "blocks.0.up": ["blocks.0.up"],
         "blocks.1": ["blocks.1"],
     }
+
+
+def nested_block():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.SiLU(), nn.Linear(4, 4)))
+
+
+def test_modules_without_tensors_move_with_the_unit_around_them():
+    block = nested_block()
+    model = Stack(block, Residual(64))
+    whole = next(unit for unit in plan_units(model, module_bytes(block)) if unit.path == "blocks.0")
+    assert set(whole.members) == {block, block[1], block[1][0]}
+    assert all(unit.members == () for unit in plan_units(model, None))
+
+
+def test_a_module_around_one_that_moves_apart_does_not_bring_the_unit():
+    """Calling it alone must not move the rest of the block."""
+    block = nested_block()
+    plans = plan_units(Stack(block, Residual(64)), module_bytes(block), apart=(block[1][1],))
+    whole = next(unit for unit in plans if unit.path == "blocks.0")
+    assert set(whole.members) == {block[1][0]}
+    assert [path for path, _ in whole.owners] == ["blocks.0.0"]
