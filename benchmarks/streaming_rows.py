@@ -83,7 +83,7 @@ def run_ferry(work: Work, *, caches_modulation: bool = True) -> Iterator[Result]
     from comfyui_ferry.core.comfy_adapter import offload_model
 
     clock = Clock(work.device)
-    patcher = offload_model(build(work), vram_gb=0)
+    patcher = offload_model(build(work), vram_gb=0, caches_modulation=caches_modulation)
     streamer = patcher.stream.streamer
     sample = comfy_sampling(patcher, work, clock)
     for budget in work.budgets:

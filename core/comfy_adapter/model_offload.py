@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import comfy.model_management
@@ -17,6 +17,7 @@ from .diffusion_files import find_diffusion_model, open_diffusion_model
 from .model_build import build_diffusion_model
 from .model_stream import ModelStream
 from .parallel_model import ParallelPatcher
+from .sampled_modulation import SampledModulation, streamed_modulation
 from .stream_readout import StreamReadout
 from .streamed_patcher import StreamedPatcher
 from .trainable_model import plain_clone
@@ -30,6 +31,7 @@ def offload_model(
     prefetch_depth: int = 1,
     share_with: Any | None = None,
     node_id: str | None = None,
+    caches_modulation: bool = True,
 ) -> StreamedPatcher:
     """Return a MODEL with the same weights and patches as ``model`` that streams them.
 
@@ -44,6 +46,7 @@ def offload_model(
         share_with: A MODEL that streams already; both then use its budget, slots and host memory, and
             ``vram_gb`` and ``prefetch_depth`` must be its.
         node_id: The node that shows the live read-out.
+        caches_modulation: Whether modulation layers come in once for many steps, where a model has them.
 
     Raises:
         RequestError: If the model or the request is not supported.
@@ -53,15 +56,24 @@ def offload_model(
     _check_model(model)
     pool = choose_pool(model.load_device, config, share_with)
     if getattr(model, "is_dynamic", lambda: False)():
-        return attach_stream(plain_clone(model), pool, node_id=node_id)
+        return attach_stream(plain_clone(model), pool, node_id=node_id, caches_modulation=caches_modulation)
     _unload(model)
     shell, pairs = _shell(model.model)
-    streamed = attach_stream(_clone_onto(model, shell), pool, node_id=node_id)
-    for original, stand_in in pairs:
+    originals = {id(stand_in): original for original, stand_in in pairs}
+
+    def follow(stand_in: torch.Tensor) -> None:
         # One copy in host memory. Weights that live elsewhere (--highvram) are left there.
+        original = originals[id(stand_in)]
         if original.device.type == "cpu":
             point_at(original, stand_in)
-    return streamed
+
+    return attach_stream(
+        _clone_onto(model, shell),
+        pool,
+        node_id=node_id,
+        caches_modulation=caches_modulation,
+        when_moved=follow,
+    )
 
 
 def load_offloaded(
@@ -105,12 +117,28 @@ def load_offloaded(
 
 
 def attach_stream(
-    patcher: Any, pool: StreamPool, *, files: Sequence[WeightFile] = (), node_id: str | None = None
+    patcher: Any,
+    pool: StreamPool,
+    *,
+    files: Sequence[WeightFile] = (),
+    node_id: str | None = None,
+    caches_modulation: bool = True,
+    when_moved: Callable[[torch.Tensor], None] | None = None,
 ) -> StreamedPatcher:
     """Let a plain patcher's model stream; nobody else may use the model in other ways."""
-    streamer = ModelStreamer(patcher.model, pool, entry=patcher.model.diffusion_model, files=files)
-    if node_id is not None:
-        streamer.call_after_pass(StreamReadout(streamer, node_id))
+    model = patcher.model
+    streamer = ModelStreamer(
+        model,
+        pool,
+        entry=model.diffusion_model,
+        files=files,
+        modulation=streamed_modulation(model, model.diffusion_model) if caches_modulation else None,
+        when_moved=when_moved,
+    )
+    streamer.call_around_pass(
+        before=SampledModulation(streamer, model) if caches_modulation else None,
+        after=StreamReadout(streamer, node_id) if node_id is not None else None,
+    )
     patcher.__class__ = StreamedPatcher
     stream = ModelStream(patcher.model, streamer)
     stream.publish(patcher.model)

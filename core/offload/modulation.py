@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 from typing_extensions import override
 
 from ..errors import RequestError
 from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
-from .modulation_layers import CachedLayer, ModulationPlan, find_layers
+from .modulation_layers import CachedLayer, ModulationPlan, find_layers, is_observed, is_plain
 from .modulation_store import InputKey, InputKeys, OutputStore
 
 Scope = Callable[[], AbstractContextManager[None]]
@@ -64,18 +63,35 @@ class ModulationCache:
         limit_bytes: The most that stored outputs may take on the target.
         open_scope: A context in which reading a weight brings it to the target.
         device: The target.
+        open_probe: A context for calls that end at their first modulation layer; None: ``open_scope``.
+        fills_on_miss: Compute all layers at once when the first of them meets an unknown input.
+
+    Attributes:
+        is_active: Whether layers may be served at all.
+        generation: Changes whenever outputs that had been computed are forgotten as a whole.
     """
 
     def __init__(
-        self, layers: Sequence[CachedLayer], *, limit_bytes: int, open_scope: Scope, device: torch.device
+        self,
+        layers: Sequence[CachedLayer],
+        *,
+        limit_bytes: int,
+        open_scope: Scope,
+        device: torch.device,
+        open_probe: Scope | None = None,
+        fills_on_miss: bool = False,
     ) -> None:
         self.layers = tuple(layers)
         self._store = OutputStore(limit_bytes)
         self._keys = InputKeys(trusts_versions=device.type != "cpu")
         self._open_scope = open_scope
+        self._open_probe = open_probe or open_scope
+        self._fills_on_miss = fills_on_miss
         self._device = device
         self._thread = _ThreadState()
         self._hooked: list[tuple[nn.Module, str]] = []
+        self.is_active = True
+        self.generation = 0
         self.num_hits = 0
         self.num_misses = 0
 
@@ -107,6 +123,22 @@ class ModulationCache:
         """Forget every output."""
         self._store.clear()
         self._keys.clear()
+        self.generation += 1
+
+    def begin_pass(self, *, trusts_objects: bool) -> None:
+        """Note that a forward of the model begins.
+
+        Args:
+            trusts_objects: Until the next one, a tensor given to several layers keeps its content: nothing
+                but the model's own code runs, and that does not write to it. Its bytes are then read once,
+                also where no version of it tells.
+        """
+        self._keys.clear()
+        self._keys.trusts_objects = trusts_objects
+
+    def release_waiting(self) -> None:
+        """Note that what was computed ahead and not used yet may be forgotten."""
+        self._store.release_waiting()
 
     def precompute(self, calls: Iterable[Callable[[], Any]]) -> int:
         """Compute the modulation of coming calls, streaming every layer once for all of them.
@@ -130,7 +162,7 @@ class ModulationCache:
         prepared: dict[InputKey, Tensor] = {}
         count = 0
         room_bytes = self._store.room_bytes
-        with self._open_scope(), torch.no_grad():
+        with self._open_probe(), torch.no_grad():
             for index, call in enumerate(calls):
                 argument = self._probe(call, index)
                 key = self._keys.key(argument)
@@ -149,11 +181,15 @@ class ModulationCache:
 
     def call_parent(self, forward: Forward, parent: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Call the module around a layer; if its one argument decides everything, remember it."""
+        if not self.is_active:
+            return forward(*args, **kwargs)
         key = None
-        if len(args) == 1 and not kwargs and _is_plain(args[0]):
+        if len(args) == 1 and not kwargs and is_plain(args[0]):
             if self._thread.is_probing:
                 raise _Captured(args[0].detach().clone())
             key = self._keys.key(args[0])
+            if self._fills_on_miss and key is not None and not self._thread.is_filling:
+                self._fill_unknown(key, args[0])
         keys = self._thread.keys
         before, keys[id(parent)] = keys.get(id(parent)), key
         try:
@@ -166,8 +202,8 @@ class ModulationCache:
         key = self._thread.keys.get(id(layer.parent))
         if key is None or len(args) != 1 or kwargs or not layer.may_be_cached(args[0]):
             return forward(*args, **kwargs)
-        if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
-            return forward(*args, **kwargs)  # somebody counts or transforms operations
+        if is_observed():
+            return forward(*args, **kwargs)
         found = self._store.find(key, layer)
         if found is not None:
             if not self._thread.is_filling:
@@ -177,9 +213,19 @@ class ModulationCache:
         output = forward(*args, **kwargs)
         if not self._thread.is_filling:
             self.num_misses += 1
-        if _is_plain(output) and not output.requires_grad:
+        if is_plain(output) and not output.requires_grad:
             self._store.put(key, layer, output)
         return output
+
+    def _fill_unknown(self, key: InputKey, argument: Tensor) -> None:
+        """Compute every layer for an input that nobody foresaw, if there is room for all outputs."""
+        if self._store.is_known(key) or torch.is_grad_enabled() or is_observed():
+            return
+        needed_bytes = sum(layer.output_bytes(argument) for layer in self.layers)
+        if needed_bytes <= self._store.room_bytes:
+            self.num_misses += len(self.layers)
+            self._fill({key: argument})
+            self._store.note_use(key)
 
     def _install(self, module: nn.Module, name: str, hook: ModuleHook) -> None:
         install_hook(module, name, hook)
@@ -207,8 +253,7 @@ class ModulationCache:
                 missing = [key for key in arguments if self._store.find(key, layer) is None]
                 if not missing:
                     continue
-                with self._open_scope():  # one copy of the weights for all inputs
-                    layer.read_weights()
+                with self._open_scope(), layer.held():  # one copy of the weights for all inputs
                     for key in missing:
                         with key.autocast():
                             layer.parent(arguments[key])
@@ -235,10 +280,6 @@ class _LayerHook(ModuleHook):
     @override
     def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         return self.cache.call_layer(self.layer, forward, args, kwargs)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is Tensor and value.layout == torch.strided and torch._C._has_storage(value)
 
 
 def make_cache(

@@ -5,14 +5,17 @@ What this module does not do: it stores nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import PlanError, RequestError
 from ..module_hooks import hook_names, own_forward
@@ -21,7 +24,7 @@ from .module_dicts import ManagedDict
 
 _MB = 2**20
 # Hooks that may run between the cache and a layer's own forward: they change no number.
-_NEUTRAL_HOOKS = ("modulation", "offload")
+_NEUTRAL_HOOKS = ("modulation", "offload", "stream")
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,12 @@ class CachedLayer:
         inner = inner[inner.index("modulation") :]
         return own_forward(self.linear) is None and all(name in _NEUTRAL_HOOKS for name in inner)
 
-    def read_weights(self) -> None:
-        """Read every tensor of the layer, so that the scope around keeps it on the target."""
+    def held(self) -> AbstractContextManager[Any]:
+        """Return a context with every tensor of the layer on the target: once read, the scope keeps it."""
         for table in (self.linear._parameters, self.linear._buffers):
             for name in list(table):
                 table[name]
+        return contextlib.nullcontext()
 
     def weights_state(self) -> tuple | None:
         """Return something that compares unequal once the layer's weights have changed.
@@ -137,10 +141,32 @@ class CachedLayer:
         return tuple(state)
 
 
-def find_layers(root: nn.Module, plan: ModulationPlan) -> list[CachedLayer]:
+def is_observed() -> bool:
+    """Return whether somebody counts or transforms operations."""
+    return bool(torch._C._len_torch_dispatch_stack()) or peek_interpreter_stack() is not None
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with bytes in memory, and no subclass."""
+    return type(value) is Tensor and value.layout == torch.strided and torch._C._has_storage(value)
+
+
+def find_layers(
+    root: nn.Module,
+    plan: ModulationPlan,
+    *,
+    make: Callable[[nn.Module, nn.Module], CachedLayer | None] = CachedLayer,
+    is_frozen: bool = False,
+) -> list[CachedLayer]:
     """Return the frozen layers that ``plan`` names, in the order of the model.
 
     Layers that train themselves are left out; an adapter's child modules do not count.
+
+    Args:
+        root: The model.
+        plan: Which layers.
+        make: Makes a layer from the module around the Linear and the Linear, or leaves it out.
+        is_frozen: Nothing trains, whatever ``requires_grad`` says.
 
     Raises:
         RequestError: If a path matches nothing, no Linear is there, or the module around it has weights
@@ -159,8 +185,10 @@ def find_layers(root: nn.Module, plan: ModulationPlan) -> list[CachedLayer]:
             ) from error
         for path, parent, linear in pairs:
             _check(path, parent, linear, rule.linear)
-            if not any(tensor.requires_grad for _, tensor in _own_tensors(linear)):
-                chosen.setdefault(id(linear), CachedLayer(parent, linear))
+            trains = any(tensor.requires_grad for _, tensor in _own_tensors(linear))
+            layer = make(parent, linear) if is_frozen or not trains else None
+            if layer is not None:
+                chosen.setdefault(id(linear), layer)
     order = {id(module): index for index, module in enumerate(root.modules())}
     return sorted(chosen.values(), key=lambda layer: order[id(layer.linear)])
 

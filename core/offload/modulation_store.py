@@ -56,11 +56,17 @@ class InputKeys:
         trusts_versions: Read a tensor's bytes once for all layers that are given the same tensor; for
             devices, where reading has to wait for the queue. A tensor is the same one if it has the memory
             and the version of a recent one, which is kept alive so that its memory cannot become another's.
+
+    Attributes:
+        trusts_objects: The same for inference tensors, which have no version: the same object is the same
+            tensor. ``clear`` ends that for the objects seen so far.
     """
 
     def __init__(self, *, trusts_versions: bool) -> None:
         self._trusts_versions = trusts_versions
+        self.trusts_objects = False
         self._recent: deque[tuple[Tensor, int, InputKey]] = deque(maxlen=_NUM_RECENT)
+        self._objects: deque[tuple[Tensor, InputKey]] = deque(maxlen=_NUM_RECENT)
 
     def key(self, tensor: Tensor) -> InputKey | None:
         """Return the key, or None if the input is too large to be one."""
@@ -72,6 +78,11 @@ class InputKeys:
             for seen, version, key in self._recent:
                 if _is_same(seen, tensor, version) and key.autocast_dtype == autocast_dtype:
                     return key
+        is_trusted = self.trusts_objects and tensor.is_inference()
+        if is_trusted:
+            for seen, key in self._objects:
+                if seen is tensor and key.autocast_dtype == autocast_dtype:
+                    return key
         key = InputKey(
             content=_read_bytes(tensor),
             shape=tuple(tensor.shape),
@@ -81,11 +92,14 @@ class InputKeys:
         )
         if has_version:
             self._recent.append((tensor.detach(), tensor._version, key))
+        if is_trusted:
+            self._objects.append((tensor, key))
         return key
 
     def clear(self) -> None:
         """Forget the recent tensors."""
         self._recent.clear()
+        self._objects.clear()
 
 
 @dataclass(eq=False)
@@ -150,6 +164,15 @@ class OutputStore:
         """Return whether outputs for this input were computed ahead and not used yet."""
         entry = self._entries.get(key)
         return entry is not None and entry.is_waiting
+
+    def is_known(self, key: InputKey) -> bool:
+        """Return whether there are outputs for this input."""
+        return key in self._entries
+
+    def release_waiting(self) -> None:
+        """Let outputs that wait for their use be forgotten like others."""
+        for entry in self._entries.values():
+            entry.is_waiting = False
 
     def note_use(self, key: InputKey) -> None:
         """Note that an output of this input was used."""

@@ -5,13 +5,14 @@ What this module does not do: it takes and gives no memory; ``streamer`` and ``s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ..errors import RequestError
 from .stream_blocks import BlockPlan, StreamEntry
 from .stream_buffers import StreamPool, TargetBuffer
 from .stream_masters import BlockMaster
@@ -115,3 +116,18 @@ class StreamBlock:
             if bound.tensor is entry.tensor:
                 bound.table[bound.name] = stand_in
                 self._bound[index] = (bound, stand_in)
+
+
+def check_known(changes: Mapping[str, WeightChange], blocks: Sequence[StreamBlock]) -> None:
+    """Check that every change is one of a tensor of the blocks.
+
+    Raises:
+        RequestError: If a path names none.
+    """
+    unknown = sorted(set(changes).difference(*(block.entries for block in blocks)))
+    if unknown:
+        raise RequestError(
+            f"changes of {unknown[:5]} were asked",
+            limit="The model has no tensors of these names",
+            way_out="Use names from its state_dict",
+        )

@@ -10,7 +10,7 @@ What this module does not do: it neither moves nor changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,14 @@ class BlockPlan:
     entries: tuple[StreamEntry, ...]
 
 
-def plan_blocks(root: nn.Module) -> tuple[list[BlockPlan], BlockPlan]:
-    """Return the blocks in model order, and the rim; every tensor is in exactly one of them.
+def plan_blocks(
+    root: nn.Module, aside: Sequence[nn.Module] = ()
+) -> tuple[list[BlockPlan], list[BlockPlan], BlockPlan]:
+    """Return the blocks in model order, the asides, and the rim; every tensor is in exactly one of them.
+
+    Args:
+        root: The model.
+        aside: Modules whose tensors leave their block for one of their own, if they are part of a block.
 
     Raises:
         RequestError: If a tensor has no bytes in memory to stream.
@@ -67,6 +73,11 @@ def plan_blocks(root: nn.Module) -> tuple[list[BlockPlan], BlockPlan]:
     for index, (_, block) in enumerate(modules):
         for child in block.modules():
             owners.setdefault(id(child), index)
+    paths = {id(module): path for path, module in root.named_modules()}
+    asides = [(paths[id(module)], module) for module in aside if id(module) in owners]
+    parts = [*modules, *asides]
+    for index, (_, module) in enumerate(asides, start=len(modules)):
+        owners.update((id(child), index) for child in module.modules())
     entries = list(_entries(root))
     for entry in entries:
         _check_memory(entry)
@@ -75,12 +86,16 @@ def plan_blocks(root: nn.Module) -> tuple[list[BlockPlan], BlockPlan]:
     grouped: dict[int, list[StreamEntry]] = {}
     for entry, index in zip(entries, home, strict=True):
         grouped.setdefault(index, []).append(entry)
-    blocks = [
-        BlockPlan(path, module, tuple(grouped[index]))
-        for index, (path, module) in enumerate(modules)
+    made = [
+        (index, BlockPlan(path, module, tuple(grouped[index])))
+        for index, (path, module) in enumerate(parts)
         if index in grouped
     ]
-    return blocks, BlockPlan("", root, tuple(grouped.get(-1, ())))
+    return (
+        [plan for index, plan in made if index < len(modules)],
+        [plan for index, plan in made if index >= len(modules)],
+        BlockPlan("", root, tuple(grouped.get(-1, ()))),
+    )
 
 
 def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

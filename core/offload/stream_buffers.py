@@ -6,7 +6,7 @@ What this module does not do: it decides neither which block moves nor when; ``s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,6 +83,10 @@ class _Staging:
             self._copied.record(stream)
 
 
+def _resident_bytes(members: Sequence[ModelStreamer]) -> int:
+    return sum(member.resident_bytes for member in members)
+
+
 class StreamPool:
     """What the models of one budget share; at most one of them computes at a time.
 
@@ -131,8 +135,27 @@ class StreamPool:
         largest = max([block_bytes, *(member.largest_block_bytes for member in self.members)])
         return (self.config.prefetch_depth + 1) * largest
 
-    def place(self, masters: Sequence[BlockMaster]) -> PinnedArena | None:
-        """Move blocks into the arena as far as the RAM limit goes; the rest stays in its file."""
+    def make_way(self, member: ModelStreamer, target_bytes: int) -> int:
+        """Let the other models give up what one is about to take, and return what it may take."""
+        limit = self.config.vram_limit_bytes
+        others = [other for other in self.members if other is not member]
+        for other in others:
+            other.forget_foreseen()
+        if limit is None:
+            return target_bytes
+        for other in others:
+            other.shrink(_resident_bytes(others) + min(target_bytes, limit) - limit)
+        return max(min(target_bytes, limit - _resident_bytes(others)), member.least_bytes)
+
+    def place(
+        self, masters: Sequence[BlockMaster], when_moved: Callable[[torch.Tensor], None] | None = None
+    ) -> PinnedArena | None:
+        """Move blocks into the arena as far as the RAM limit goes; the rest stays in its file.
+
+        Args:
+            masters: The blocks.
+            when_moved: Called with every tensor once its bytes have moved.
+        """
         limit = self.config.ram_limit_bytes
         chosen: list[BlockMaster] = []
         for master in masters:
@@ -145,7 +168,7 @@ class StreamPool:
         arena = PinnedArena([master.nbytes for master in chosen], pin=self.device.type == "cuda")
         self._arenas.append(weakref.ref(arena))
         for master in chosen:
-            master.move_into(arena.allocate(master.nbytes))
+            master.move_into(arena.allocate(master.nbytes), when_moved)
         arena.seal()
         return arena
 

@@ -20,6 +20,9 @@ from .stream_block import StreamBlock
 from .stream_buffers import StreamPool, TargetBuffer
 from .stream_stats import PassClock
 
+# Called with a pass's forward and its arguments.
+BeforePass = Callable[[Forward, tuple, dict], None]
+
 
 class BlockFlow:
     """Brings blocks in, in the order in which they run.
@@ -39,6 +42,19 @@ class BlockFlow:
         self._foreseen: list[StreamBlock] = []
         self._lingering: StreamBlock | None = None
         self._called: set[int] = set()
+        self._is_probing = False
+
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        """Let passes that end early, one after the other, find their blocks where the last one had them.
+
+        Nothing is learned of the order meanwhile.
+        """
+        before, self._is_probing = self._is_probing, True
+        try:
+            yield
+        finally:
+            self._is_probing = before
 
     def is_called(self, block: StreamBlock) -> bool:
         """Return whether the model has called the block itself, not only parts of it."""
@@ -64,7 +80,7 @@ class BlockFlow:
             block.depth -= 1
             if block.depth == 0:
                 block.unbind()
-                if is_part:
+                if is_part or self._is_probing:
                     self._lingering = block
                 else:
                     self.let_go(block)
@@ -99,9 +115,10 @@ class BlockFlow:
         lingering, self._lingering = self._lingering, None
         if lingering is not None and lingering is not block and lingering.depth == 0:
             self.let_go(lingering)
-        if self._last is not None and self._last is not block:
-            self._next[self._last.index] = block
-        self._last = block
+        if not self._is_probing:
+            if self._last is not None and self._last is not block:
+                self._next[self._last.index] = block
+            self._last = block
         begin = self._clock.now()
         if not block.is_filled:
             self._start_now(block)
@@ -179,16 +196,20 @@ class PartHook(ModuleHook):
 
 
 class PassHook(ModuleHook):
-    """Measures the model's forward."""
+    """Measures the model's forward, and calls others before and after it."""
 
-    def __init__(self, flow: BlockFlow, clock: PassClock, after_pass: Callable[[], None]) -> None:
+    def __init__(
+        self, flow: BlockFlow, clock: PassClock, before_pass: BeforePass, after_pass: Callable[[], None]
+    ) -> None:
         self._flow = flow
         self._clock = clock
+        self._before_pass = before_pass
         self._after_pass = after_pass
 
     def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Call the forward."""
         is_complete = False
+        self._before_pass(forward, args, kwargs)
         self._clock.begin_pass()
         try:
             output = forward(*args, **kwargs)

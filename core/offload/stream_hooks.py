@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ..module_hooks import install_hook, remove_hook
+from .stream_asides import StreamAsides
 from .stream_block import StreamBlock
-from .stream_flow import BlockFlow, BlockHook, PartHook, PassHook
+from .stream_flow import BeforePass, BlockFlow, BlockHook, Forward, PartHook, PassHook
 from .stream_stats import PassClock
 
 HOOK_NAME = "stream"
@@ -28,23 +29,34 @@ class StreamHooks:
     Args:
         entry: The module whose forward is one pass.
         blocks: The blocks.
+        asides: The layers that have hooks of their own.
         flow: What the hooks tell.
         clock: What the entry's hook tells.
     """
 
     def __init__(
-        self, entry: nn.Module, blocks: Sequence[StreamBlock], flow: BlockFlow, clock: PassClock
+        self,
+        entry: nn.Module,
+        blocks: Sequence[StreamBlock],
+        *,
+        asides: StreamAsides,
+        flow: BlockFlow,
+        clock: PassClock,
     ) -> None:
         self._entry = entry
         self._blocks = blocks
+        self._asides = asides
         self._flow = flow
         self._clock = clock
         self._parts: list[tuple[StreamBlock, nn.Module]] = []
+        self.before_pass: BeforePass | None = None
         self.after_pass: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Put every hook on."""
-        install_hook(self._entry, HOOK_NAME, PassHook(self._flow, self._clock, self._end_pass))
+        hook = PassHook(self._flow, self._clock, self._begin_pass, self._end_pass)
+        install_hook(self._entry, HOOK_NAME, hook)
+        self._asides.install()
         for block in self._blocks:
             install_hook(block.plan.module, HOOK_NAME, BlockHook(self._flow, block))
             if not self._flow.is_called(block):
@@ -56,9 +68,14 @@ class StreamHooks:
     def remove(self) -> None:
         """Take every hook off."""
         remove_hook(self._entry, HOOK_NAME)
+        self._asides.remove()
         for block in self._blocks:
             remove_hook(block.plan.module, HOOK_NAME)
         self._remove_parts(lambda block: True)
+
+    def _begin_pass(self, forward: Forward, args: tuple, kwargs: dict) -> None:
+        if self.before_pass is not None:
+            self.before_pass(forward, args, kwargs)
 
     def _end_pass(self) -> None:
         self._remove_parts(self._flow.is_called)

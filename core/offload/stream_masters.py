@@ -5,7 +5,7 @@ What this module does not do: it decides neither where a block lies nor when it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,10 +62,14 @@ class BlockMaster:
         for index, (key, _) in enumerate(flat):
             self._places.setdefault(key, []).append(places[index])
 
-    def move_into(self, region: HostRegion) -> None:
+    def move_into(self, region: HostRegion, when_moved: Callable[[torch.Tensor], None] | None = None) -> None:
         """Copy the bytes into the arena, tensor by tensor, and point the tensors there.
 
         Each tensor's old memory is let go before the next one is copied.
+
+        Args:
+            region: Where to.
+            when_moved: Called with each tensor once it has moved.
         """
         self.host = region.tensor(0, self.nbytes)
         self._storages = {
@@ -76,6 +80,8 @@ class BlockMaster:
             for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
                 self._read_leaf(leaf, self.host, start + layout.offset_bytes)
                 set_data(leaf, layout.view(self._storages[start]))
+            if when_moved is not None:
+                when_moved(tensor)
 
     def take_back(self) -> None:
         """Make every registered object stand where it stood, over the arena's bytes.

@@ -9,6 +9,9 @@ it always was. The rim's tensors are on the target from ``load`` to ``unload``.
 A resident block gets its memory at ``load`` and its bytes when it is first used, by the same copies
 that stream the others: there is no separate loading, also at a switch between models of one pool.
 
+Modulation layers may stand apart from their blocks (``stream_asides``): they stay only if everything
+does, and otherwise come in once for all steps that a cache computes ahead.
+
 What this module does not do: no gradients (``manager`` does training), and it knows no LoRA: whoever
 owns the model hands in ``WeightChange`` objects.
 """
@@ -21,13 +24,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..errors import RequestError
 from ..log import get_logger
-from .stream_block import StreamBlock, WeightChange
+from .modulation import ModulationCache
+from .modulation_layers import ModulationPlan
+from .stream_asides import StreamAsides, modulation_linears
+from .stream_block import StreamBlock, WeightChange, check_known
 from .stream_blocks import plan_blocks
 from .stream_buffers import StreamPool, TargetBuffer
 from .stream_config import budget_too_small
-from .stream_flow import BlockFlow
+from .stream_flow import BeforePass, BlockFlow
 from .stream_hooks import StreamHooks
 from .stream_residents import choose_residents
 from .stream_stats import PassClock, StreamStats, snapshot
@@ -44,6 +49,8 @@ class ModelStreamer:
         pool: Budget, slots and copies, maybe shared with other models.
         entry: The module whose forward is one pass; None: the root.
         files: The files over which the model's tensors lie, if they do.
+        modulation: Layers of the entry module that stand apart, for a cache to serve; its limit is not used.
+        when_moved: Called with every tensor of the model once its bytes have moved.
 
     Attributes:
         is_loaded: Whether it holds target memory and its hooks are on.
@@ -59,18 +66,26 @@ class ModelStreamer:
         *,
         entry: nn.Module | None = None,
         files: Sequence[WeightFile] = (),
+        modulation: ModulationPlan | None = None,
+        when_moved: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.pool = pool
         self.is_loaded = False
-        blocks, rim = plan_blocks(root)
+        entry = entry if entry is not None else root
+        blocks, asides, rim = plan_blocks(root, modulation_linears(entry, modulation))
+        self._clock = PassClock(pool.device)
         self._rim = StreamBlock(rim, -1, files)
         self._blocks = [StreamBlock(plan, index, files) for index, plan in enumerate(blocks)]
+        self._asides = StreamAsides([StreamBlock(plan, -1, files) for plan in asides], pool, self._clock)
         self._check_budget(type(root).__name__)
-        self._clock = PassClock(pool.device)
         self._flow = BlockFlow(self._blocks, pool, self._clock)
-        self._hooks = StreamHooks(entry if entry is not None else root, self._blocks, self._flow, self._clock)
+        if modulation is not None:
+            self._asides.make_cache(entry, modulation, self._flow.probing)
+        self._hooks = StreamHooks(
+            entry, self._blocks, asides=self._asides, flow=self._flow, clock=self._clock
+        )
         pool.join(self)
-        self._arena = pool.place([block.master for block in self._all])
+        self._arena = pool.place([block.master for block in self._all], when_moved)
 
     @property
     def weight_bytes(self) -> int:
@@ -91,12 +106,21 @@ class ModelStreamer:
     def least_bytes(self) -> int:
         """Target memory without which the model cannot run: the rim and the slots, or all of it."""
         slots = self.pool.slots_needed_bytes(self.largest_block_bytes)
-        return min(self.weight_bytes, self.rim_bytes + slots)
+        return min(self.weight_bytes, self.rim_bytes + self._asides.least_bytes + slots)
 
     @property
     def resident_bytes(self) -> int:
-        """Target memory of the rim and of resident blocks."""
-        return sum(block.buffer.nbytes for block in self._all if block.buffer and block.is_resident)
+        """Target memory of the rim, of resident blocks, and of modulation layers and their outputs."""
+        held = [
+            block.buffer.nbytes for block in [self._rim, *self._blocks] if block.buffer and block.is_resident
+        ]
+        return sum(held) + self._asides.target_bytes
+
+    @property
+    def modulation(self) -> ModulationCache | None:
+        """The cache of the modulation layers, if they stream now."""
+        cache = self._asides.cache
+        return cache if cache is not None and self.is_loaded and cache.is_active else None
 
     @property
     def target_bytes(self) -> int:
@@ -111,18 +135,17 @@ class ModelStreamer:
             target_bytes: Most target memory for this model, slots included; less than ``least_bytes``
                 counts as that. Other models of the pool give way within the pool's limit.
         """
-        if not self.is_loaded:
-            for block in self._all:
-                block.master.take_back()
-        target_bytes = self._make_way(max(target_bytes, self.least_bytes))
+        for block in self._all if not self.is_loaded else ():
+            block.master.take_back()
+        target_bytes = self.pool.make_way(self, max(target_bytes, self.least_bytes))
         self.pool.owner = weakref.ref(self)
         self._flow.forget_all()
-        residents = self._choose(target_bytes - self.rim_bytes)
-        for block in self._blocks:
-            if block.index not in residents:
-                self._drop(block)
+        residents = self._choose(target_bytes)
+        for block in (block for block in self._blocks if block.index not in residents):
+            self._drop(block)
         self._settle_slots(is_needed=len(residents) < len(self._blocks))
         self._load_rim()
+        self._asides.settle(is_resident=target_bytes >= self.weight_bytes)
         for index in sorted(residents):
             if not self._hold(self._blocks[index]):
                 break
@@ -141,14 +164,16 @@ class ModelStreamer:
         if not self.is_loaded or free_bytes <= 0:
             return 0
         before = self.target_bytes
-        held = self.resident_bytes - (self._rim.buffer.nbytes if self._rim.buffer else 0)
-        if not self.pool.slot_bytes:
-            held -= self.pool.slots_needed_bytes(self.largest_block_bytes)
-        residents = choose_residents([block.master.nbytes for block in self._blocks], held - free_bytes)
-        for block in self._blocks:
-            if block.index not in residents and block.depth == 0:
-                self._drop(block)
-        self._settle_slots(is_needed=any(not block.is_resident for block in self._blocks))
+        free_bytes -= self._asides.shrink()
+        if free_bytes > 0:
+            held = sum(block.buffer.nbytes for block in self._blocks if block.buffer and block.is_resident)
+            if not self.pool.slot_bytes:
+                held -= self.pool.slots_needed_bytes(self.largest_block_bytes)
+            residents = choose_residents([block.master.nbytes for block in self._blocks], held - free_bytes)
+            for block in self._blocks:
+                if block.index not in residents and block.depth == 0:
+                    self._drop(block)
+            self._settle_slots(is_needed=any(not block.is_resident for block in self._blocks))
         return max(0, before - self.target_bytes)
 
     def unload(self) -> None:
@@ -162,6 +187,7 @@ class ModelStreamer:
             block.unbind()
             self._drop(block)
             self._flow.let_go(block)
+        self._asides.release()
         self._settle_slots(is_needed=False)
 
     def close(self) -> None:
@@ -182,28 +208,23 @@ class ModelStreamer:
         Raises:
             RequestError: If a path names no tensor.
         """
-        unknown = sorted(set(changes).difference(*(block.entries for block in self._all)))
-        if unknown:
-            raise RequestError(
-                f"changes of {unknown[:5]} were asked",
-                limit="The model has no tensors of these names",
-                way_out="Use names from its state_dict",
-            )
-        for block in self._all:
-            block.changes = {path: changes[path] for path in block.entries if path in changes}
+        check_known(changes, self._all)
+        with self._asides.noticing_changes():
+            for block in self._all:
+                block.changes = {path: changes[path] for path in block.entries if path in changes}
         if self.is_loaded:
             self._rim.apply_changes(self.pool)
 
     def registered(self, path: str) -> torch.Tensor | None:
         """Return the model's own object of that path, whatever stands there now; over the host bytes."""
-        for block in self._all:
-            if path in block.entries:
-                return block.entries[path].tensor
-        return None
+        return next((block.entries[path].tensor for block in self._all if path in block.entries), None)
 
-    def call_after_pass(self, function: Callable[[], None] | None) -> None:
-        """Have a function called after every complete forward of the model, or no longer."""
-        self._hooks.after_pass = function
+    def call_around_pass(
+        self, *, before: BeforePass | None = None, after: Callable[[], None] | None = None
+    ) -> None:
+        """Have functions called before every forward (with it and its arguments) and after a whole one."""
+        self._hooks.before_pass = before or self._hooks.before_pass
+        self._hooks.after_pass = after or self._hooks.after_pass
 
     def forget_foreseen(self) -> None:
         """Give back every slot that this model took ahead of its use."""
@@ -221,11 +242,8 @@ class ModelStreamer:
 
     @property
     def _all(self) -> list[StreamBlock]:
-        return [self._rim, *self._blocks]
-
-    @property
-    def _others(self) -> list[ModelStreamer]:
-        return [other for other in self.pool.members if other is not self]
+        # The modulation layers last: they are what a RAM limit leaves in the file, being read least.
+        return [self._rim, *self._blocks, *self._asides.blocks]
 
     def _load_rim(self) -> None:
         rim = self._rim
@@ -262,11 +280,14 @@ class ModelStreamer:
     def _settle_slots(self, *, is_needed: bool) -> None:
         if is_needed:
             self.pool.open_slots(self.largest_block_bytes)
-        elif not any(member.is_loaded for member in self._others):
+        elif not any(member.is_loaded for member in self.pool.members if member is not self):
             self.pool.close_slots()
 
-    def _choose(self, capacity_bytes: int) -> set[int]:
+    def _choose(self, target_bytes: int) -> set[int]:
         sizes = [block.master.nbytes for block in self._blocks]
+        if target_bytes >= self.weight_bytes:
+            return set(range(len(sizes)))
+        capacity_bytes = target_bytes - self.rim_bytes - self._asides.least_bytes
         if sum(sizes) > capacity_bytes:
             capacity_bytes -= self.pool.slots_needed_bytes(self.largest_block_bytes)
         return choose_residents(sizes, capacity_bytes)
@@ -276,21 +297,3 @@ class ModelStreamer:
         least = self.least_bytes + sum(member.rim_bytes for member in self.pool.members)
         if limit is not None and least > limit:
             raise budget_too_small(name, self.pool.config, self.weight_bytes, least)
-
-    def _make_way(self, target_bytes: int) -> int:
-        """Let the other models of the pool give up what this one is about to take.
-
-        Returns:
-            What it may take.
-        """
-        limit = self.pool.config.vram_limit_bytes
-        for other in self._others:
-            other.forget_foreseen()
-        if limit is None:
-            return target_bytes
-        for other in self._others:
-            other.shrink(self._held_by_others() + min(target_bytes, limit) - limit)
-        return max(min(target_bytes, limit - self._held_by_others()), self.least_bytes)
-
-    def _held_by_others(self) -> int:
-        return sum(member.resident_bytes for member in self._others)

@@ -243,7 +243,7 @@ def test_blocks_whose_parts_are_called_without_them():
 def test_parts_lose_their_hooks_once_their_block_was_called():
     model, _, streamer = make()
     called = []
-    streamer.call_after_pass(lambda: called.append(1))
+    streamer.call_around_pass(after=lambda: called.append(1))
     streamer.load(0)
     assert hook_names(model.blocks[0].up) == ["stream_part"]
     model(X)
