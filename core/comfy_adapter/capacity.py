@@ -1,11 +1,10 @@
-"""Whether a model and its workers fit host and GPUs; asked before anything is started or loaded."""
+"""Whether a model and its workers fit the host, and how large the GPUs are; asked before anything starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import comfy.model_management
 import torch
 
 from ..errors import RequestError
@@ -42,49 +41,17 @@ def check_host(model: Any, devices: Sequence[str], *, shared: bool, running: boo
         )
 
 
-def check_gpu_size(num_bytes: int, devices: Sequence[str]) -> None:
-    """Refuse weights that are larger than a GPU; looks at its size only, so no context is made on it.
+def gpu_sizes(devices: Sequence[str]) -> dict[int, int | None]:
+    """Return the memory of each rank's GPU in all, None on the CPU; no context is made on a GPU.
 
     Args:
-        num_bytes: Weights of the fullest worker.
         devices: UUIDs of the GPUs, or "cpu".
-
-    Raises:
-        RequestError: Naming the GPU.
     """
     if devices[0] == "cpu":
-        return
+        return dict.fromkeys(range(len(devices)), None)
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     sizes = {f"GPU-{found.uuid}": found.total_memory for found in properties}
-    for device in devices:
-        if num_bytes >= sizes.get(device, num_bytes + 1):
-            raise _too_large(num_bytes, device, f"It has {_gib(sizes[device])} in all")
-
-
-def check_gpu_room(num_bytes: int, free_bytes: Mapping[int, int | None], devices: Sequence[str]) -> None:
-    """Refuse weights that some worker has no room for now.
-
-    Args:
-        num_bytes: Weights of the fullest worker.
-        free_bytes: By rank, as the workers report it; None on the CPU.
-        devices: Device of each rank.
-
-    Raises:
-        RequestError: Naming the GPU.
-    """
-    needed = num_bytes + comfy.model_management.minimum_inference_memory()
-    for rank, free in free_bytes.items():
-        if free is not None and needed > free:
-            limit = f"{_gib(free)} are free there and {_gib(needed)} are needed with room to compute"
-            raise _too_large(num_bytes, devices[rank], limit)
-
-
-def _too_large(num_bytes: int, device: str, limit: str) -> RequestError:
-    return RequestError(
-        f"holding {_gib(num_bytes)} of weights on {device} was asked",
-        limit=limit,
-        way_out="Raise tensor_parallel_degree, use an fp8 file, or free that GPU",
-    )
+    return {rank: sizes.get(device) for rank, device in enumerate(devices)}
 
 
 def _gib(num_bytes: int) -> str:

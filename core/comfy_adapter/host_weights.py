@@ -2,8 +2,9 @@
 
 The model's parameters stay the objects they are; only their data moves, one tensor after the other, so
 that nothing is ever there twice but the tensor under way. Weights that are still mapped from a
-safetensors file go from the file into the shared memory. What the model computes, saves or hands on is
-the same as before; ``give_back`` puts its weights into ordinary memory again.
+safetensors file go from the file into the shared memory. Those of a MODEL that streams lie in memory that
+can be shared already, and stay there. What the model computes, saves or hands on is the same as before;
+``give_back`` puts its weights into ordinary memory again.
 
 What this module does not do: it does not touch weights that lie on a GPU.
 """
@@ -11,13 +12,15 @@ What this module does not do: it does not touch weights that lie on a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..workers import SharedArena
+from ..workers import SharedArena, SharedFile, UnchangedFilePages
 from .model_export import named_tensors
+from .shared_regions import find_region
 
 
 class HostWeights:
@@ -32,22 +35,28 @@ class HostWeights:
 
     def __init__(self, module: nn.Module) -> None:
         tensors = named_tensors(module)
+        self._borrowed = _borrow(tensors)
+        for name in self._borrowed:
+            del tensors[name]
         self._arena = SharedArena.reserve(tensors, tied=True)
+        pages = UnchangedFilePages()
         for name in list(tensors):
             # Taken out, so that its old memory is free once the model has let go of it.
             tensor = tensors.pop(name)
             if not self._is_home(name, tensor):
                 self._arena.write(name, tensor)
+                # A mapped file's pages would stay as long as any tensor of the file does.
+                pages.drop(tensor)
                 self._move(name, tensor)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of shared memory."""
-        return self._arena.size_bytes
-
-    def handle(self) -> dict[str, Any]:
-        """Return what a worker needs to open the weights."""
-        return self._arena.handle()
+    def handles(self) -> list[dict[str, Any]]:
+        """Return what a worker needs to open the weights, for each piece of shared memory."""
+        handles = [self._arena.handle()] if self._arena.size_bytes else []
+        tables: dict[int, dict[str, Any]] = {}
+        for name, place in self._borrowed.items():
+            table = tables.setdefault(id(place.file), {"file": place.file, "tensors": {}})
+            table["tensors"][name] = [place.offset, *place.form]
+        return [*handles, *tables.values()]
 
     def refresh(self, module: nn.Module) -> bool | None:
         """Take in what happened to the model's weights since.
@@ -61,8 +70,11 @@ class HostWeights:
         """
         tensors = named_tensors(module)
         mine = self._arena.tensors
-        if _shapes(tensors) != _shapes(mine):
+        if _shapes(tensors) != _shapes(mine) | {name: one.form for name, one in self._borrowed.items()}:
             return None
+        for name, place in self._borrowed.items():
+            if find_region(tensors.pop(name)) != (place.file, place.offset):
+                return None
         changed = False
         for name in list(tensors):
             tensor = tensors.pop(name)
@@ -78,7 +90,7 @@ class HostWeights:
         """Put the model's weights into ordinary memory again and let go of the shared memory."""
         copies: dict[int, torch.Tensor] = {}  # by address: tied weights stay tied
         for name, tensor in named_tensors(module).items():
-            if not self._is_home(name, tensor):
+            if name in self._borrowed or not self._is_home(name, tensor):
                 continue
             mine = self._arena.tensors[name]
             if mine.data_ptr() not in copies:
@@ -87,6 +99,7 @@ class HostWeights:
                 self._arena.discard(name)
             tensor.data = copies[mine.data_ptr()]
         self._arena.close()
+        self._borrowed.clear()
 
     def _is_home(self, name: str, tensor: torch.Tensor) -> bool:
         mine = self._arena.tensors[name]
@@ -99,8 +112,28 @@ class HostWeights:
         tensor.data = self._arena.tensor(name, inference=tensor.is_inference())
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies that was in shared memory already."""
+
+    file: SharedFile
+    offset: int
+    form: tuple[str, list[int]]
+
+
+def _borrow(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
+    found = {name: (find_region(tensor), tensor) for name, tensor in tensors.items()}
+    return {
+        name: _Place(*region, _form(tensor)) for name, (region, tensor) in found.items() if region is not None
+    }
+
+
+def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return {name: _form(tensor) for name, tensor in tensors.items()}
 
 
 def _same_bits(tensor: torch.Tensor, mine: torch.Tensor) -> bool:

@@ -29,11 +29,11 @@ def register(context: Any, arguments: Mapping[str, Any], dims: Mapping[str, int]
         dims: Degrees of ``ParallelDims`` by name.
 
     Returns:
-        ``load``, ``patch``, ``forward``, ``unload``, ``free_memory``.
+        ``load``, ``fit``, ``patch``, ``forward``, ``unload``, ``free_memory``.
     """
     set_up_comfyui(arguments, cpu=context.device.type == "cpu")
     models = _Models(context, build_mesh(ParallelDims(**dims)))
-    jobs = (models.load, models.patch, models.forward, models.unload, models.free_memory)
+    jobs = (models.load, models.fit, models.patch, models.forward, models.unload, models.free_memory)
     return {job.__name__: job for job in jobs}
 
 
@@ -45,11 +45,31 @@ class _Models:
         self.layout = layout
         self.models: dict[int, WorkerModel] = {}
 
-    def load(self, token: int, description: Mapping[str, Any], arena: Any) -> None:
+    def load(
+        self,
+        token: int,
+        description: Mapping[str, Any],
+        arenas: list[Any],
+        stream: Mapping[str, int] | None = None,
+    ) -> int | None:
+        """Build the model; return the GPU memory of its weights if they stream, else None."""
         from .worker_model import WorkerModel
 
-        weights = self.context.open_arena(arena)
-        self.models[token] = WorkerModel(description, weights, device=self.context.device, layout=self.layout)
+        weights: dict[str, torch.Tensor] = {}
+        for arena in arenas:
+            weights |= self.context.open_arena(arena)
+        model = WorkerModel(
+            description, weights, device=self.context.device, layout=self.layout, stream=stream
+        )
+        self.models[token] = model
+        return model.held_bytes
+
+    def fit(self, token: int, room_bytes: int) -> int | None:
+        """Give a streamed model more or less room; return what it takes then."""
+        model = self.models[token]
+        assert model.stream is not None
+        model.stream.fit(room_bytes)
+        return model.held_bytes
 
     def patch(self, token: int, patches: Mapping[str, Any], force_cast: bool) -> list[str]:
         self.models[token].set_force_cast(force_cast)
@@ -75,14 +95,19 @@ class _Models:
         device = self.context.device
         return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
-    def free_memory(self) -> int | None:
+    def free_memory(self, token: int = -1) -> int | None:
+        """Return the free memory of this rank's GPU, streamed weights of a model counted as free."""
         if self.context.device.type == "cpu":
             return None
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.context.device)[0]
+        held = self.models[token].held_bytes if token in self.models else None
+        return torch.cuda.mem_get_info(self.context.device)[0] + (held or 0)
 
     def unload(self, token: int) -> None:
-        self.models.pop(token, None)
+        model = self.models.pop(token, None)
+        if model is not None:
+            model.close()
+        del model
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -18,6 +18,7 @@ from .model_build import build_diffusion_model
 from .model_stream import ModelStream
 from .parallel_model import ParallelPatcher
 from .sampled_modulation import SampledModulation, streamed_modulation
+from .shared_regions import shared_reserve
 from .stream_readout import StreamReadout
 from .streamed_patcher import StreamedPatcher
 from .trainable_model import plain_clone
@@ -159,7 +160,7 @@ def choose_pool(device: torch.device, config: StreamConfig, share_with: Any | No
             way_out="Use the stock loader on this device",
         )
     if share_with is None:
-        return StreamPool(device, config)
+        return StreamPool(device, config, reserve=shared_reserve())
     stream = getattr(share_with, "stream", None)
     if stream is None:
         raise RequestError(

@@ -18,15 +18,16 @@ from ..plans import find_plan
 from .cfg_branches import BranchWrapper
 from .devices import worker_devices
 from .model_export import class_path, describe_model
-from .model_stream import release_stream
+from .model_stream import release_stream, stream_of
 from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
 from .quantized import check_sharing
 from .remote_forward import RemoteInjection, sendable_options
 from .running_trainings import executing_node_id
 from .text_layers import TextLayersInjection
-from .worker_groups import worker_bytes
+from .worker_group import worker_bytes
 from .worker_memory import worker_memory
+from .worker_room import StreamRequest
 
 _KEY = "ferry_parallel"
 
@@ -67,10 +68,12 @@ def make_parallel(
             way_out="Keep one Parallel Model or Parallel Sampler in the chain",
         )
     diffusion_model = model.model.diffusion_model
+    request = _stream_request(model)
     release_stream(model)
     validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
-    run = ParallelRun(dims, devices, node_id=executing_node_id())
+    run = ParallelRun(dims, devices, node_id=executing_node_id(), request=request)
     parallel = attach_run(model, run, ParallelPatcher)
+    parallel.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING, _KEY, _note_size)
     if dims.cfg > 1:
         wrapper = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
         parallel.add_wrapper_with_key(wrapper, _KEY, BranchWrapper(run))
@@ -95,6 +98,34 @@ def attach_run(model: Any, run: Any, patcher_class: type[ParallelPatcher]) -> An
     )
     check_supported(parallel)
     return parallel
+
+
+def _stream_request(model: Any) -> StreamRequest:
+    """Return what an offload node asked of the VRAM, which each worker keeps to.
+
+    Raises:
+        RequestError: If it asked for less host memory than the weights.
+    """
+    stream = stream_of(model.model)
+    if stream is None:
+        return StreamRequest()
+    config = stream.streamer.pool.config
+    if config.ram_limit_bytes is not None:
+        raise RequestError(
+            "a MODEL with a RAM budget was made parallel",
+            limit="Workers read the weights from RAM that they share, so all of them must be there",
+            way_out="Set the RAM budget of the offload node to 0",
+        )
+    return StreamRequest(config.vram_limit_bytes, config.prefetch_depth)
+
+
+def _note_size(executor: Any, model: Any, noise_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """PREPARE_SAMPLING wrapper: note what one evaluation will take, for the workers' VRAM."""
+    run = model.run
+    prompts = 1 if run.dims.cfg > 1 else 2  # ComfyUI evaluates both at once where there is room
+    shape = [noise_shape[0] * prompts, *noise_shape[1:]]
+    run.compute_bytes = int(model.model.memory_required(shape)) // (run.dims.ring * run.dims.ulysses)
+    return executor(model, noise_shape, *args, **kwargs)
 
 
 def check_degrees(

@@ -11,15 +11,17 @@ from typing import Any
 from ..errors import RequestError, WorkerError
 from ..parallel import ParallelDims
 from .parallel_readout import ParallelReadout, num_evaluations
+from .worker_group import WorkerGroup
 from .worker_groups import (
-    WorkerGroup,
     acquire_group,
     check_room,
     current_group,
     drop_dead_group,
+    load_model,
     lost_because,
     model_token,
 )
+from .worker_room import StreamRequest
 from .worker_start import check_interrupt
 
 
@@ -33,11 +35,22 @@ class ParallelRun:
         dims: Degrees.
         devices: Device of each rank.
         node_id: The node that shows what the GPUs do, if any.
+        request: What was asked of the workers' VRAM.
     """
 
-    def __init__(self, dims: ParallelDims, devices: tuple[str, ...], *, node_id: str | None = None) -> None:
+    def __init__(
+        self,
+        dims: ParallelDims,
+        devices: tuple[str, ...],
+        *,
+        node_id: str | None = None,
+        request: StreamRequest | None = None,
+    ) -> None:
         self.dims = dims
         self.devices = devices
+        self.request = request or StreamRequest()
+        # ComfyUI's estimate for one evaluation of the sampling that begins; 0: not known.
+        self.compute_bytes = 0
         self.token: int | None = None
         self.readout = ParallelReadout(dims, devices, node_id)
         self._turn = threading.Lock()
@@ -60,10 +73,12 @@ class ParallelRun:
             patches_uuid: Changes whenever the patches or ``force_cast`` do.
             force_cast: Cast weights to the input's dtype in every layer (ModelComputeDtype).
         """
-        check_room(model, self.dims, self.devices)
+        needs = check_room(
+            model, self.dims, self.devices, request=self.request, compute_bytes=self.compute_bytes
+        )
         group = acquire_group(self.dims, self.devices)
         self.token = model_token(model)
-        group.load(model, patches, patches_uuid, force_cast=force_cast)
+        load_model(group, model, patches, patches_uuid, force_cast=force_cast, needs=needs)
         self.readout.begin(model)
 
     def loaded_bytes(self) -> int:

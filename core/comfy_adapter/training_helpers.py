@@ -28,7 +28,7 @@ from .model_export import comfyui_arguments, describe_model, named_parameters, n
 from .recorded_calls import micro_step_calls
 from .training import ComfyProcess
 from .training_request import TrainingRequest
-from .worker_groups import check_interrupt
+from .worker_start import check_interrupt
 
 _LOG = get_logger("training")
 _SECONDS_A_MICRO_STEP = 600.0

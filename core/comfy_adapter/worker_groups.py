@@ -11,134 +11,21 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import WorkerError
 from ..log import get_logger
-from ..parallel import ParallelDims, largest_rank_bytes
-from ..plans import find_plan
-from ..workers import WorkerPool
-from .capacity import check_gpu_room, check_gpu_size, check_host
+from ..parallel import ParallelDims
+from .capacity import check_host, gpu_sizes
 from .host_weights import HostWeights
-from .model_export import class_path, describe_model
-from .patch_messages import encode_patches
-from .sent_tensors import SentTensors
+from .worker_group import WorkerGroup, worker_bytes
 from .worker_notices import loss_notice
-from .worker_start import check_interrupt, start_pool
-
-if TYPE_CHECKING:
-    from .parallel_readout import ParallelReadout
+from .worker_room import ModelNeeds, StreamRequest, model_needs, weight_room
+from .worker_start import start_pool
 
 # How soon a person hears that idle workers are gone.
 _LOOK_EVERY_S = 1.0
 _log = get_logger("workers")
-
-
-@dataclass
-class _Loaded:
-    """A model that the workers hold."""
-
-    patches_uuid: Any = None
-    num_bytes: int = 0
-    sent: dict[int, SentTensors] = field(default_factory=dict)  # by branch
-
-
-@dataclass
-class WorkerGroup:
-    """Running workers and the models they hold."""
-
-    dims: ParallelDims
-    devices: tuple[str, ...]
-    pool: WorkerPool
-    loaded: dict[int, _Loaded] = field(default_factory=dict)
-
-    def branch_ranks(self, branch: int) -> list[int]:
-        """Return the ranks that evaluate one conditioning branch together; cfg is the outermost axis."""
-        size = self.dims.world_size // self.dims.cfg
-        return list(range(branch * size, (branch + 1) * size))
-
-    def load(self, model: Any, patches: dict, patches_uuid: Any, *, force_cast: bool) -> None:
-        """Give the workers ``model`` with ``patches``, sending only what they do not have yet."""
-        token = _token(model)
-        weights, changed = _share_weights(model)
-        if changed:
-            self.unload(token)
-        if token not in self.loaded:
-            self._send_model(token, model, weights)
-        if self.loaded[token].patches_uuid == patches_uuid:
-            return
-        message = encode_patches(patches)
-        payload = {"token": token, "patches": message, "force_cast": force_cast}
-        applied = self.pool.call("patch", payload, poll=check_interrupt)
-        if any(names != sorted(message) for names in applied.values()):
-            raise WorkerError(f"the ranks applied different weight patches: {applied}")
-        self.loaded[token].patches_uuid = patches_uuid
-
-    def unload(self, token: int) -> None:
-        """Drop a model from all workers."""
-        loaded = self.loaded.pop(token, None)
-        if loaded is not None and self.pool.alive:
-            self.pool.call("unload", {"token": token})
-
-    def loaded_bytes(self, token: int) -> int:
-        """Return the bytes of weights that one worker holds for the model, 0 if none."""
-        return self.loaded[token].num_bytes if token in self.loaded else 0
-
-    def forward(
-        self,
-        branch: int,
-        token: int,
-        arguments: dict[str, Any],
-        *,
-        poll: Callable[[], None],
-        readout: ParallelReadout | None = None,
-    ) -> Any:
-        """Run one denoiser call on a branch's ranks and return the first rank's output (on the CPU).
-
-        Args:
-            branch: Which ranks.
-            token: The model.
-            arguments: Of its innermost forward.
-            poll: Called while waiting; what it raises ends the waiting.
-            readout: Told what the call cost each rank.
-        """
-        ranks = self.branch_ranks(branch)
-        sent = self.loaded[token].sent.setdefault(branch, SentTensors())
-        packed = sent.pack(arguments)
-        call = self.pool.submit("forward", {"token": token, **vars(packed)}, ranks=ranks)
-        sent.commit()
-        replies = call.wait(poll=poll)
-        if readout is not None:
-            readout.note(arguments, replies)
-        return replies[ranks[0]]["output"]
-
-    def end_sampling(self, token: int) -> None:
-        """Keep a sampling's prompts and the like no longer."""
-        if token in self.loaded:
-            for sent in self.loaded[token].sent.values():
-                sent.clear()
-
-    def close(self) -> None:
-        """Stop the workers."""
-        self.pool.close()
-        self.loaded.clear()
-
-    def _send_model(self, token: int, model: Any, weights: HostWeights) -> None:
-        description = describe_model(model)
-        num_bytes = worker_bytes(model, self.dims)
-        check_gpu_room(num_bytes, self.pool.call("free_memory", poll=check_interrupt), self.devices)
-        self.loaded[token] = _Loaded(num_bytes=num_bytes)
-        message = {"token": token, "description": description, "arena": weights.handle()}
-        # If the user cancels, the workers still finish loading, and the next prompt finds it done.
-        self.pool.call("load", message, poll=check_interrupt)
-
-
-def worker_bytes(model: Any, dims: ParallelDims) -> int:
-    """Return the bytes of a ``BaseModel``'s weights that the fullest worker holds."""
-    module = model.diffusion_model
-    return largest_rank_bytes(module, find_plan(class_path(module)), dims.tp)
 
 
 def _share_weights(model: Any) -> tuple[HostWeights, bool]:
@@ -162,6 +49,33 @@ _unloader: threading.Thread | None = None
 _lock = threading.RLock()
 
 
+def load_model(
+    group: WorkerGroup,
+    model: Any,
+    patches: dict,
+    patches_uuid: Any,
+    *,
+    force_cast: bool,
+    needs: ModelNeeds,
+) -> None:
+    """Give a group ``model`` with ``patches``, sending only what it does not have yet.
+
+    Args:
+        group: The workers.
+        model: The ``BaseModel``.
+        patches: ``ModelPatcher.patches``.
+        patches_uuid: Changes whenever the patches or ``force_cast`` do.
+        force_cast: Cast weights to the input's dtype in every layer.
+        needs: What it needs of a worker's GPU.
+    """
+    token = _token(model)
+    weights, changed = _share_weights(model)
+    if changed:
+        group.unload(token)
+    group.load(token, model, weights, needs)
+    group.patch(token, patches, patches_uuid, force_cast=force_cast)
+
+
 def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
     """Return the running group of these degrees and devices, starting it if need be.
 
@@ -181,15 +95,36 @@ def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
         return _current
 
 
-def check_room(model: Any, dims: ParallelDims, devices: tuple[str, ...]) -> None:
+def check_room(
+    model: Any,
+    dims: ParallelDims,
+    devices: tuple[str, ...],
+    *,
+    request: StreamRequest,
+    compute_bytes: int,
+) -> ModelNeeds:
     """Refuse a model that host or GPUs cannot hold, before a worker is started for it.
+
+    Args:
+        model: The ``BaseModel``.
+        dims: Degrees.
+        devices: Device of each worker.
+        request: What was asked of the workers' VRAM.
+        compute_bytes: VRAM that one evaluation is estimated to take, 0 if that is not known.
+
+    Returns:
+        What it needs of a worker's GPU.
 
     Raises:
         RequestError: With what is needed and what there is.
     """
     running = current_group(dims, devices) is not None
     check_host(model, devices, shared=model in _weights, running=running)
-    check_gpu_size(worker_bytes(model, dims), devices)
+    needs = model_needs(
+        model, worker_bytes(model, dims), request, tensor_degree=dims.tp, compute_bytes=compute_bytes
+    )
+    weight_room(needs, gpu_sizes(devices), devices)
+    return needs
 
 
 def current_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup | None:

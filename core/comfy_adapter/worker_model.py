@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import comfy.float
@@ -14,6 +15,7 @@ import comfy.utils
 import torch
 from torch import nn
 
+from ..offload import WeightChange
 from ..parallel import (
     ModelPlan,
     ParallelHandle,
@@ -28,6 +30,7 @@ from .model_export import innermost_forward, named_parameters
 from .nested import map_tensors
 from .patch_messages import PREFIX, decode_patches
 from .sent_tensors import unpack
+from .worker_stream import WorkerStream
 
 
 class WorkerModel:
@@ -39,6 +42,7 @@ class WorkerModel:
             (shared by all ranks); on a GPU this rank's part of it is copied to ``device``.
         device: Where this rank computes.
         layout: Which ranks share its sequence and its weights.
+        stream: ``room_bytes`` and ``prefetch_depth`` if the weights are to stream, else None.
     """
 
     def __init__(
@@ -48,8 +52,11 @@ class WorkerModel:
         *,
         device: torch.device,
         layout: RankLayout,
+        stream: Mapping[str, int] | None = None,
     ) -> None:
         self.device = device
+        # Where this rank's weights are while it does not compute.
+        self.home = device if stream is None else torch.device("cpu")
         self.module = build_empty_model(description)
         self.weights = _whole_weights(self.module, description, weights)
         plan = find_plan(description["class_path"])
@@ -66,6 +73,20 @@ class WorkerModel:
         self.handle: ParallelHandle | None = None
         if layout.sequence_group is not None or tensor is not None:
             self.handle = install_parallel(self.module, plan, group=layout.sequence_group, tensor=tensor)
+        self.stream: WorkerStream | None = None
+        self._changes = 0
+        if stream is not None:
+            self.stream = WorkerStream(self.module, device, weights.values(), **stream)
+
+    @property
+    def held_bytes(self) -> int | None:
+        """GPU memory of streamed weights; None if they do not stream."""
+        return None if self.stream is None else self.stream.held_bytes
+
+    def close(self) -> None:
+        """Let go of what does not go with the object."""
+        if self.stream is not None:
+            self.stream.close()
 
     def apply_patches(self, message: Mapping[str, Any]) -> list[str]:
         """Make the weights those of the arena with ``message``'s patches, and no others.
@@ -77,11 +98,16 @@ class WorkerModel:
             The patched parameter names, sorted, so that the caller can compare ranks.
         """
         patches = decode_patches(message)
+        if self.stream is not None:
+            self.stream.set_changes(self._streamed_changes(patches))
+            self.patched = set(patches)
+            return sorted(self.patched)
         for name in self.patched - patches.keys():
             self._set(name, self._part(name, self.weights[name]))
         for name, entries in patches.items():
             # Patched whole and then cut: a rank has the very numbers of the whole, stochastic rounding too.
-            self._set(name, self._part(name, self._patched_weight(name, entries), own_memory=True))
+            patched = self._patched_weight(name, entries, self.weights[name])
+            self._set(name, self._part(name, patched, own_memory=True))
         self.patched = set(patches)
         return sorted(self.patched)
 
@@ -108,12 +134,12 @@ class WorkerModel:
         moved = unpack(dict(arguments), self.kept, lambda tensor: tensor.to(self.device))
         own_forward: Any = getattr(self.module, innermost_forward(self.module))
         with torch.inference_mode():
-            if self.handle is None:
-                output = own_forward(**moved)
-            else:
+            run = functools.partial(own_forward)
+            if self.handle is not None:
                 options = moved["transformer_options"]
                 options["optimized_attention_override"] = self.handle.attention_override
-                output = self.handle.run(own_forward, **moved)
+                run = functools.partial(self.handle.run, own_forward)
+            output = run(**moved) if self.stream is None else self.stream.run(run, **moved)
             return map_tensors(output, lambda tensor: tensor.cpu())
 
     def _assign(self) -> None:
@@ -131,21 +157,47 @@ class WorkerModel:
     def _part(self, name: str, whole: torch.Tensor, *, own_memory: bool = False) -> torch.Tensor | None:
         """Return what this rank holds of a tensor, on its device; None if another rank holds all of it."""
         if self.shards is None or name not in self.shards.parts:
-            return whole.to(self.device)
+            return whole.to(self.home)
         part = quantized.cut(whole, self.shards.parts[name])
         if part is None:
             return None
         if own_memory:  # a view would keep the whole weight on the device
             return part.clone(memory_format=torch.contiguous_format)
-        return part.to(self.device).contiguous()
+        if self.home == self.device and self.home.type == "cpu":
+            return part  # a view: the host holds the weights once
+        return part.to(self.home).contiguous()
 
     def _set(self, name: str, part: torch.Tensor | None) -> None:
         if part is not None:
             comfy.utils.set_attr_param(self.module, name, part)
 
-    def _patched_weight(self, name: str, entries: list[tuple]) -> torch.Tensor:
+    def _streamed_changes(self, patches: Mapping[str, list[tuple]]) -> dict[str, WeightChange]:
+        """Return what is done to each patched weight of this rank when it has come to the device."""
+        self._changes += 1
+        held = named_parameters(self.module).keys()
+
+        def change(name: str, entries: list[tuple]) -> Callable[[torch.Tensor], torch.Tensor]:
+            if self.shards is None or name not in self.shards.parts:
+                return lambda weight: self._patched_weight(name, entries, weight)
+            part = self.shards.parts[name]
+
+            def apply(weight: torch.Tensor) -> torch.Tensor:
+                # Patched whole and then cut, see above.
+                cut = quantized.cut(self._patched_weight(name, entries, self.weights[name]), part)
+                assert cut is not None
+                return cut.contiguous()
+
+            return apply
+
+        return {
+            name: WeightChange((self._changes, name), change(name, entries))
+            for name, entries in patches.items()
+            if name in held
+        }
+
+    def _patched_weight(self, name: str, entries: list[tuple], weight: torch.Tensor) -> torch.Tensor:
+        """Return a whole weight, given as it is in the file on any device, with its patches."""
         key = PREFIX + name
-        weight = self.weights[name]
         compute = comfy.model_management.cast_to_device(
             weight, self.device, _lora_dtype(self.device), copy=True
         )

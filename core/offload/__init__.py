@@ -37,6 +37,7 @@ from .stream_block import WeightChange
 from .stream_buffers import StreamPool
 from .stream_config import StreamConfig
 from .stream_masters import alias, point_at
+from .stream_needs import least_stream_bytes
 from .stream_stats import StreamStats
 from .streamer import ModelStreamer
 from .tuner import OffloadBudget
@@ -65,6 +66,7 @@ __all__ = [
     "WeightFile",
     "alias",
     "backward_layer_major",
+    "least_stream_bytes",
     "plan_residency",
     "point_at",
     "retry_on_oom",

@@ -5,6 +5,7 @@ What this module does not do: it decides neither which block moves nor when; ``s
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -93,15 +94,23 @@ class StreamPool:
     Args:
         device: Where they compute.
         config: The budget.
+        reserve: Gives host memory for weights; None: memory of this process alone.
 
     Attributes:
         transfer: Does the copies.
         owner: The model that computes, or did last; the slots count as its.
     """
 
-    def __init__(self, device: torch.device, config: StreamConfig) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        config: StreamConfig,
+        *,
+        reserve: Callable[[int], mmap.mmap] | None = None,
+    ) -> None:
         self.device = device
         self.config = config
+        self._reserve = reserve
         self.transfer = make_transfer(device)
         self.owner: weakref.ref[ModelStreamer] | None = None
         self.host_bytes = 0
@@ -165,7 +174,9 @@ class StreamPool:
                 self.host_bytes += needed
         if not chosen:
             return None
-        arena = PinnedArena([master.nbytes for master in chosen], pin=self.device.type == "cuda")
+        arena = PinnedArena(
+            [master.nbytes for master in chosen], pin=self.device.type == "cuda", reserve=self._reserve
+        )
         self._arenas.append(weakref.ref(arena))
         for master in chosen:
             master.move_into(arena.allocate(master.nbytes), when_moved)
@@ -216,6 +227,9 @@ class StreamPool:
         destination = buffer.flat[: master.nbytes]
         if master.host is not None:
             self.transfer.start(master.host, destination, buffer.lease)
+        elif master.is_borrowed:
+            for source, place in master.pieces():
+                self.transfer.start(source, destination[place : place + source.numel()], buffer.lease)
         else:
             staging = self._take_staging(master.nbytes)
             master.read_into(staging.host)

@@ -10,6 +10,7 @@ What this module does not do: it moves nothing; ``stream_flow`` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -64,6 +65,11 @@ class StreamHooks:
                     if module is not block.plan.module:
                         install_hook(module, _PART_NAME, PartHook(self._flow, block))
                         self._parts.append((block, module))
+
+    def run_pass(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run one pass by a function other than the entry's forward."""
+        hook = PassHook(self._flow, self._clock, self._begin_pass, self._end_pass)
+        return hook.run(forward, self._entry, args, kwargs)
 
     def remove(self) -> None:
         """Take every hook off."""

@@ -6,6 +6,7 @@ What this module does not do: it decides neither where a block lies nor when it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .pinned_arena import HostRegion
-from .segments import Layout, align, extent_bytes, group_overlapping, raw_bytes, view_of_storage
+from .segments import (
+    ALIGNMENT_BYTES,
+    Layout,
+    align,
+    extent_bytes,
+    group_overlapping,
+    raw_bytes,
+    view_of_storage,
+)
 from .stream_blocks import BlockPlan, StreamEntry
 from .tensors import set_data
 from .weight_files import WeightFile
@@ -33,6 +42,7 @@ class BlockMaster:
     Attributes:
         nbytes: Length of all bytes, aligned.
         host: The bytes in the arena, uint8 ``[nbytes]``; None while they are still where they were.
+        is_borrowed: Whether the bytes stay where they were, in memory that somebody else keeps and pins.
     """
 
     def __init__(self, plan: BlockPlan, files: Sequence[WeightFile] = ()) -> None:
@@ -40,6 +50,8 @@ class BlockMaster:
         self._files = files
         self.nbytes = 0
         self.host: torch.Tensor | None = None
+        self.is_borrowed = False
+        self._pieces: list[tuple[torch.Tensor, int]] | None = None
         self._objects = list({id(entry.tensor): entry.tensor for entry in plan.entries}.values())
         self._leaves: dict[int, list[torch.Tensor]] = {}
         self._places: dict[int, list[Place]] = {}
@@ -104,6 +116,20 @@ class BlockMaster:
                         own.copy_(leaf)
                     set_data(leaf, own)
 
+    def pieces(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the bytes where they are, as few pieces as possible, each with its place in the block.
+
+        For a borrowed block, whose tensors do not move.
+        """
+        if self._pieces is None:
+            runs: list[_Run] = []
+            for tensor in self._objects:
+                leaves = self._leaves[id(tensor)]
+                for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
+                    _add_run(runs, leaf, start + layout.offset_bytes)
+            self._pieces = [(run.bytes, run.place) for run in runs]
+        return self._pieces
+
     def read_into(self, destination: torch.Tensor) -> None:
         """Copy the bytes from where they are to host memory, uint8 ``[>= nbytes]``."""
         if self.host is not None:
@@ -151,6 +177,36 @@ class BlockMaster:
                 if not is_traceable_wrapper_subclass(tensor):
                     vars(view).update(vars(tensor))
         return view
+
+
+@dataclass
+class _Run:
+    """Bytes that lie in one storage as they do in the block."""
+
+    storage: torch.UntypedStorage
+    first: int  # byte of the storage
+    place: int  # byte of the block
+    nbytes: int
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return view_of_storage(self.storage, torch.uint8, self.first, (self.nbytes,), (1,))
+
+
+def _add_run(runs: list[_Run], leaf: torch.Tensor, place: int) -> None:
+    """Add a tensor's bytes, to the last run if they follow it there as they do in the block."""
+    nbytes = extent_bytes(leaf)
+    if not nbytes:
+        return
+    storage = leaf.untyped_storage()
+    first = int(leaf.storage_offset()) * leaf.dtype.itemsize
+    last = runs[-1] if runs else None
+    if last is not None and last.storage.data_ptr() == storage.data_ptr():
+        distance = place - last.place
+        if first - last.first == distance and last.nbytes <= distance < last.nbytes + ALIGNMENT_BYTES:
+            last.nbytes = distance + nbytes
+            return
+    runs.append(_Run(storage, first, place, nbytes))
 
 
 def is_same_memory(tensor: Any, other: torch.Tensor) -> bool:

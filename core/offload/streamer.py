@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,6 +52,7 @@ class ModelStreamer:
         files: The files over which the model's tensors lie, if they do.
         modulation: Layers of the entry module that stand apart, for a cache to serve; its limit is not used.
         when_moved: Called with every tensor of the model once its bytes have moved.
+        borrows: Whether the tensors stay where they are, in host memory that the caller keeps and pins.
 
     Attributes:
         is_loaded: Whether it holds target memory and its hooks are on.
@@ -68,6 +70,7 @@ class ModelStreamer:
         files: Sequence[WeightFile] = (),
         modulation: ModulationPlan | None = None,
         when_moved: Callable[[torch.Tensor], None] | None = None,
+        borrows: bool = False,
     ) -> None:
         self.pool = pool
         self.is_loaded = False
@@ -85,7 +88,10 @@ class ModelStreamer:
             entry, self._blocks, asides=self._asides, flow=self._flow, clock=self._clock
         )
         pool.join(self)
-        self._arena = pool.place([block.master for block in self._all], when_moved)
+        masters = [block.master for block in self._all]
+        for master in masters:
+            master.is_borrowed = borrows
+        self._arena = None if borrows else pool.place(masters, when_moved)
 
     @property
     def weight_bytes(self) -> int:
@@ -225,6 +231,10 @@ class ModelStreamer:
         """Have functions called before every forward (with it and its arguments) and after a whole one."""
         self._hooks.before_pass = before or self._hooks.before_pass
         self._hooks.after_pass = after or self._hooks.after_pass
+
+    def run_pass(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one pass by a method of the model that is not its forward, and return its result."""
+        return self._hooks.run_pass(forward, args, kwargs)
 
     def forget_foreseen(self) -> None:
         """Give back every slot that this model took ahead of its use."""

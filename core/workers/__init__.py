@@ -9,10 +9,11 @@ through torch.distributed over loopback, which trusts every user of the machine.
 from .calls import PendingCall
 from .doctor import describe as describe_findings
 from .doctor import examine as examine_machine
-from .host_memory import available_host_bytes, file_backed_bytes
+from .host_memory import UnchangedFilePages, available_host_bytes, file_backed_bytes
 from .pool import WorkerPool
 from .protocol import check_sendable
 from .shared_arena import SharedArena, open_arena
+from .shared_memory import SharedFile
 from .spec import Deadlines, WorkerSpec
 from .worker import WorkerContext, borrows_arguments
 
@@ -20,6 +21,8 @@ __all__ = [
     "Deadlines",
     "PendingCall",
     "SharedArena",
+    "SharedFile",
+    "UnchangedFilePages",
     "WorkerContext",
     "WorkerPool",
     "WorkerSpec",

@@ -7,10 +7,14 @@ Sources: proc(5) ``meminfo`` and ``maps``; the kernel's cgroup-v2 documentation,
 from __future__ import annotations
 
 import bisect
+import ctypes
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+_DONTNEED = 4  # MADV_DONTNEED
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -46,6 +50,37 @@ def file_backed_bytes(tensors: Iterable[torch.Tensor], maps: Path = Path("/proc/
             total += tensor.nbytes
             seen.add(address)
     return total
+
+
+class UnchangedFilePages:
+    """Mappings of files in this process that it has not written to, as safetensors makes them.
+
+    Args:
+        smaps: What the kernel says of each mapping, see proc(5).
+    """
+
+    def __init__(self, smaps: Path = Path("/proc/self/smaps")) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        current: tuple[int, int] | None = None
+        for line in smaps.read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if "-" in fields[0]:
+                is_file = len(fields) == 6 and fields[4] != "0" and not fields[5].startswith("/memfd:")
+                start, end = (int(part, 16) for part in fields[0].split("-"))
+                current = (start, end) if is_file else None
+            elif fields[0] == "Anonymous:" and current is not None and fields[1] == "0":
+                self._ranges.append(current)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Take the whole pages of a CPU tensor out of this process' memory; reading brings them back.
+
+        Nothing happens to a tensor that is not in such a mapping.
+        """
+        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (address + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if address and last > first and any(start <= first and last <= end for start, end in self._ranges):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
 
 
 def _left_in_groups(root: Path) -> list[int]:

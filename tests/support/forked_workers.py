@@ -8,6 +8,7 @@ process is *started* (its path, its environment, a parent that dies) needs the r
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -81,6 +82,8 @@ def forking() -> Iterator[None]:
 
 def _become_worker(command: list[str], log: int, env: dict[str, str], pass_fds: tuple) -> None:
     try:
+        # What is garbage of the test process must not be finalized here: its descriptors are others by now.
+        gc.freeze()
         os.setsid()
         for target in (1, 2):
             os.dup2(log, target)

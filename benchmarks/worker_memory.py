@@ -1,0 +1,175 @@
+"""Host memory of ComfyUI and its CPU workers from a file to a picture: the peak and what stays.
+
+    COMFYUI_PATH=... python benchmarks/worker_memory.py [--megabytes 400] [--lora] [--fp8]
+
+A Wan-like model of random weights is written to a file, loaded by a loader, made parallel over two workers
+and sampled once, while the proportional set size (PSS) of all processes together is read every 10 ms. What
+they take besides is measured before, with a model of no size, and subtracted. Every row runs in a process of
+its own. CPU workers hold patched weights in ordinary memory; on GPUs those are on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ("stock loader", "offload loader", "offload loader, budget")
+
+
+def set_up() -> None:
+    """Load the pack, its test helpers and ComfyUI."""
+    sys.path.insert(0, os.environ["COMFYUI_PATH"])
+    for alias, folder in (("comfyui_ferry", ROOT), ("ferry_support", ROOT / "tests" / "support")):
+        init = folder / "__init__.py"
+        spec = importlib.util.spec_from_file_location(alias, init, submodule_search_locations=[str(folder)])
+        assert spec is not None and spec.loader is not None
+        sys.modules[alias] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[alias])
+    from comfy.cli_args import args
+
+    args.cpu = True
+    import utils.extra_config  # noqa: F401  (before `nodes`, which puts another `utils` first)
+
+
+def pss_bytes() -> int:
+    """Return the memory of this process and all below it, a shared page counted once."""
+    total = 0
+    for pid in [os.getpid(), *children(os.getpid())]:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            found += [int(each) for each in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    return [each for child in found for each in (child, *children(child))]
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[dict[str, int]]:
+    """Note the peak while the block runs."""
+    seen, stop = {"peak": 0}, threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            seen["peak"] = max(seen["peak"], pss_bytes())
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+def load(row: str, name: str, *, fp8: bool) -> Any:
+    import folder_paths
+    from comfyui_ferry.core.comfy_adapter import load_offloaded
+
+    import nodes
+
+    dtype = "fp8_e4m3fn" if fp8 else "default"
+    with torch.inference_mode():
+        if row == "stock loader":
+            return nodes.UNETLoader().load_unet(name, dtype)[0]
+        path = folder_paths.get_full_path("diffusion_models", name)
+        share = 0.5 * os.path.getsize(path) / 2**30 if "budget" in row else 0.0
+        return load_offloaded(name, weight_dtype=dtype, vram_gb=share, prefetch_depth=0)
+
+
+def run(row: str, folder: str, *, lora: bool, fp8: bool) -> None:
+    """Measure one row and print it."""
+    set_up()
+    import folder_paths
+    from comfyui_ferry.core.comfy_adapter import close_workers
+    from ferry_support.sampling import ULYSSES_2, parallel, sample, with_lora
+    from ferry_support.tiny_patchers import PATCHERS
+
+    torch.set_num_threads(1)
+    folder_paths.add_model_folder_path("diffusion_models", folder)
+
+    def picture(model: Any) -> None:
+        prompt = [[torch.zeros(1, 7, model.model.diffusion_model.text_embedding[0].in_features), {}]]
+        prompts = {"positive": prompt, "negative": prompt}
+        model = parallel(with_lora(model) if lora else model, ULYSSES_2)
+        sample(model, "wan", steps=1, cfg=1.0, conditioning=prompts)
+
+    def settle() -> int:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return pss_bytes()
+
+    picture(PATCHERS["wan"].build())
+    base, size = settle(), os.path.getsize(Path(folder, "model.safetensors"))
+    with watching() as loading:
+        model = load(row, "model.safetensors", fp8=fp8)
+    loaded = settle()
+    with watching() as working:
+        picture(model)
+    end = settle()
+    size = sum(each.nbytes for each in model.model.diffusion_model.state_dict().values())
+    share = [(value - base) / size for value in (loading["peak"], loaded, working["peak"], end)]
+    print(f"{row:24} {size / 1e6:6.0f} MB; while loading {share[0]:.2f}x, loaded {share[1]:.2f}x; "
+          f"made parallel and sampled: peak {share[2]:.2f}x, after {share[3]:.2f}x")  # fmt: skip
+    close_workers()
+
+
+def write_model(folder: str, megabytes: int) -> None:
+    set_up()
+    from ferry_support.tiny_patchers import PATCHERS
+    from safetensors.torch import save_file
+
+    layers = max(1, round(megabytes / 38))
+    model = PATCHERS["wan"].build(
+        dim=768, ffn_dim=3072, num_heads=12, num_layers=layers, text_dim=4096, freq_dim=256
+    )
+    state = {name: tensor.clone() for name, tensor in model.model.diffusion_model.state_dict().items()}
+    save_file(state, os.path.join(folder, "model.safetensors"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--row")
+    parser.add_argument("--folder")
+    arguments = parser.parse_args()
+    sys.argv = sys.argv[:1]
+    if arguments.row == "write":
+        write_model(arguments.folder, arguments.megabytes)
+    elif arguments.row:
+        run(arguments.row, arguments.folder, lora=arguments.lora, fp8=arguments.fp8)
+    else:
+        flags = [flag for flag in ("lora", "fp8") if getattr(arguments, flag)]
+        print(f"{arguments.megabytes} MB {' '.join(flags)}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            for row in ("write", *ROWS):
+                command = [sys.executable, __file__, "--row", row, "--folder", folder]
+                command += ["--megabytes", str(arguments.megabytes), *(f"--{flag}" for flag in flags)]
+                subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
