@@ -7,7 +7,10 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from ..core.comfy_adapter import (
+    AUTO_PROMPT,
+    CONTROL_PROMPTS,
     FAMILY_NAMES,
+    NO_CONTROL,
     cache_training_set,
     input_subfolders,
     load_input_folder,
@@ -108,6 +111,14 @@ class LoadTrainingFolder(io.ComfyNode):
                 TrainingSetSocket.Input(
                     "before", optional=True, tooltip="Another training set that this one is joined to."
                 ),
+                io.Combo.Input(
+                    "control_folder",
+                    options=[NO_CONTROL, *input_subfolders()],
+                    default=NO_CONTROL,
+                    optional=True,
+                    tooltip="For edit models (Qwen-Image-Edit): the folder with the picture before the edit "
+                    "for each picture in 'folder', under the same name.",
+                ),
             ],
             outputs=[
                 TrainingSetSocket.Output(display_name="training_set", tooltip="For Cache Training Data.")
@@ -116,9 +127,9 @@ class LoadTrainingFolder(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, folder: str, **settings: Any) -> str:
-        """Read the folder again when a file in it has changed."""
-        return training_folder_version(folder)
+    def fingerprint_inputs(cls, folder: str, control_folder: str = NO_CONTROL, **settings: Any) -> str:
+        """Read the folders again when a file in them has changed."""
+        return training_folder_version(folder, control_folder)
 
     @classmethod
     def execute(
@@ -199,6 +210,14 @@ class CacheTrainingData(io.ComfyNode):
                 TrainingSetSocket.Input("training_set", tooltip="From Load Training Folder."),
                 io.Clip.Input("clip", tooltip="The text encoder that belongs to the model, with its LoRAs."),
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model."),
+                io.Combo.Input(
+                    "control_prompt",
+                    options=list(CONTROL_PROMPTS),
+                    default=AUTO_PROMPT,
+                    optional=True,
+                    tooltip="How the text encoder is shown control pictures, as ComfyUI's text encode node "
+                    "for that model does. auto: the newest way, if it takes pictures.",
+                ),
             ],
             outputs=[
                 TrainingCacheSocket.Output(
@@ -210,8 +229,10 @@ class CacheTrainingData(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, training_set: Any, clip: Any, vae: Any) -> io.NodeOutput:
+    def execute(
+        cls, training_set: Any, clip: Any, vae: Any, control_prompt: str = AUTO_PROMPT
+    ) -> io.NodeOutput:
         """Encode what is missing and return the cache."""
-        result = cache_training_set(training_set, clip, vae)
+        result = cache_training_set(training_set, clip, vae, control_prompt=control_prompt)
         text = f"{result.num_encoded} encoded, {result.num_found} found; {result.cache.summary()}"
         return io.NodeOutput(result.cache, ui=ui.PreviewText(text))

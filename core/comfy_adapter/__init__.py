@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         register_conditioning_folder,
         save_conditioning,
     )
+    from .control_prompts import AUTO_PROMPT, CONTROL_PROMPTS
     from .degree_planner import DegreeAdvice, plan_degrees
     from .diffusion_files import diffusion_model_names
     from .family_defaults import AUTO, AUTO_GUIDANCE, NOISE_RANGES, FilledWidgets, fill_auto
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .training_cache import CacheResult, cache_training_set
     from .training_folder import (
         FAMILY_NAMES,
+        NO_CONTROL,
         input_subfolders,
         load_input_folder,
         training_folder_version,
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from .worker_groups import close_workers
 
 _HOMES = {
+    "AUTO_PROMPT": "control_prompts",
+    "CONTROL_PROMPTS": "control_prompts",
+    "NO_CONTROL": "training_folder",
     "PreviewInputs": "training_preview",
     "AUTO": "family_defaults",
     "AUTO_GUIDANCE": "family_defaults",
@@ -87,6 +92,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "AUTO_PROMPT",
+    "CONTROL_PROMPTS",
+    "NO_CONTROL",
     "AUTO",
     "AUTO_GUIDANCE",
     "NOISE_RANGES",

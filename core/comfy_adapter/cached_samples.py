@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import RequestError, TrainingError
 from ..training import Sample, SampleSource
 from ..training.dataset import BrokenCacheError, CachedItem, CacheFolder, TrainingCache
@@ -40,16 +42,20 @@ class StoredSample:
             TrainingError: If a cache file is gone or damaged.
         """
         latent = scale_latent(self.model, self._tensors(self.item.latent_key)[0]["latent"].float())
-        condition = Caption(self._caption(self.item.caption_key), latent)
+        references = {}
+        if self.item.control_key is not None:
+            # As ComfyUI's own nodes pass them: unscaled, the model scales them itself.
+            references = {"reference_latents": [self._tensors(self.item.control_key)[0]["latent"].float()]}
+        condition = Caption(self._caption(self.item.caption_key, references), latent)
         unconditional = None
         if self.item.empty_caption_key is not None:
-            unconditional = Caption(self._caption(self.item.empty_caption_key), latent)
+            unconditional = Caption(self._caption(self.item.empty_caption_key, references), latent)
         return Sample(latent, condition, unconditional, self.item.caption_dropout)
 
-    def _caption(self, key: str) -> list:
+    def _caption(self, key: str, references: dict[str, list[Tensor]]) -> list:
         tensors, values = self._tensors(key)
         cond = tensors.pop("cond")
-        entry = [cond, {**values, **tensors}]
+        entry = [cond, {**values, **tensors, **references}]
         check_caption(self.item.name, entry)
         return set_guidance(entry, self.guidance)
 

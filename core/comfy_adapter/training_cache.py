@@ -6,6 +6,7 @@ file is written as soon as it is made, so a run that was stopped goes on where i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from ..training.dataset import (
     content_digest,
     read_pixels,
 )
+from .control_prompts import AUTO_PROMPT, ControlPrompt, choose_prompt
 from .encoder_identity import clip_identity, vae_identity
 
 _LOG = get_logger("training")
@@ -59,21 +61,26 @@ class _Job:
     encode: Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
 
 
-def cache_training_set(training_set: TrainingSet, clip: Any, vae: Any) -> CacheResult:
+def cache_training_set(
+    training_set: TrainingSet, clip: Any, vae: Any, *, control_prompt: str = AUTO_PROMPT
+) -> CacheResult:
     """Return the set with all latents and captions on disk, encoding what is not there yet.
 
     Args:
         training_set: Files, captions and buckets.
         clip: ComfyUI's CLIP.
         vae: ComfyUI's VAE.
+        control_prompt: How a text encoder is shown control pictures, see ``control_prompts``.
 
     Raises:
         RequestError: If the VAE cannot take the pictures, a file changed, or a result is not finite.
     """
-    check_vae_takes(training_set.items, vae)
+    controls = [item.control for item in training_set.items if item.control is not None]
+    check_vae_takes([*training_set.items, *controls], vae)
+    prompt = choose_prompt(clip, control_prompt, has_controls=bool(controls))
     files = CacheFolder(Path(folder_paths.get_output_directory()) / _FOLDER)
-    captions = _caption_jobs(training_set, clip)
-    latents = _latent_jobs(training_set, vae)
+    captions = _caption_jobs(training_set, clip, prompt)
+    latents = _latent_jobs([*training_set.items, *controls], vae)
     jobs = {job.key: job for job in (*captions.values(), *latents.values())}
     missing = {key for key in jobs if not files.has(key)}
     num_missing = len(missing)
@@ -97,8 +104,9 @@ def cache_training_set(training_set: TrainingSet, clip: Any, vae: Any) -> CacheR
         CachedItem(
             name=item.name,
             latent_key=latents[item].key,
-            caption_key=captions[item.caption].key,
-            empty_caption_key=captions[""].key if item.caption_dropout else None,
+            caption_key=captions[item.caption, _shown(item, prompt)].key,
+            empty_caption_key=captions["", _shown(item, prompt)].key if item.caption_dropout else None,
+            control_key=None if item.control is None else latents[item.control].key,
             shape=files.shape(latents[item].key, "latent"),
             repeats=item.repeats,
             caption_dropout=item.caption_dropout,
@@ -145,23 +153,43 @@ def _check_frames(item: MediaItem, vae: Any) -> None:
         )
 
 
-def _caption_jobs(training_set: TrainingSet, clip: Any) -> dict[str, _Job]:
-    """Return one job for each different caption, by caption."""
-    wanted = {item.caption: item.name for item in training_set.items}
-    if any(item.caption_dropout for item in training_set.items):
-        wanted.setdefault("", "the empty caption")
+def _shown(item: MediaItem, prompt: ControlPrompt | None) -> MediaItem | None:
+    """Return the control picture that the text encoder sees with an item's caption."""
+    return None if prompt is None else item.control
+
+
+def _caption_jobs(
+    training_set: TrainingSet, clip: Any, prompt: ControlPrompt | None
+) -> dict[tuple[str, MediaItem | None], _Job]:
+    """Return one job for each different caption, by caption and the control picture seen with it."""
+    wanted = {(item.caption, _shown(item, prompt)): item.name for item in training_set.items}
+    for item in training_set.items:
+        if item.caption_dropout:
+            wanted.setdefault(("", _shown(item, prompt)), "the empty caption")
     identity = clip_identity(clip)
     jobs = {}
-    for caption, name in wanted.items():
+    for (caption, control), name in wanted.items():
         # The tokens hold all that the tokenizer adds: templates, weights, embeddings, its options.
         tokens = clip.tokenize(caption)
-        key = cache_key("caption", identity, content_digest(tokens))
-        jobs[caption] = _Job(key, name, lambda tokens=tokens, name=name: _encode_caption(clip, tokens, name))
+        parts = [content_digest(tokens)]
+        if control is not None and prompt is not None:
+            bucket = [control.bucket.width_px, control.bucket.height_px]
+            parts += [caption, prompt.name, control.digest, bucket, control.mirrored]
+        key = cache_key("caption", identity, *parts)
+        if control is None or prompt is None:
+            encode = functools.partial(clip.encode_from_tokens_scheduled, tokens, show_pbar=False)
+        else:
+            encode = functools.partial(_encode_with_control, clip, prompt, caption, control)
+        jobs[caption, control] = _Job(key, name, functools.partial(_encode_caption, encode, name))
     return jobs
 
 
-def _encode_caption(clip: Any, tokens: Any, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    entries = clip.encode_from_tokens_scheduled(tokens, show_pbar=False)
+def _encode_with_control(clip: Any, prompt: ControlPrompt, caption: str, control: MediaItem) -> list:
+    return prompt.encode(clip, caption, read_pixels(control))
+
+
+def _encode_caption(encode: Callable[[], list], name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    entries = encode()
     if len(entries) != 1:
         raise RequestError(
             f"the caption of {name} gives {len(entries)} conditionings",
@@ -185,11 +213,11 @@ def _encode_caption(clip: Any, tokens: Any, name: str) -> tuple[dict[str, Tensor
     return tensors, values
 
 
-def _latent_jobs(training_set: TrainingSet, vae: Any) -> dict[MediaItem, _Job]:
+def _latent_jobs(items: Sequence[MediaItem], vae: Any) -> dict[MediaItem, _Job]:
     """Return one job for each different picture, by item."""
     identity = vae_identity(vae)
     jobs = {}
-    for item in training_set.items:
+    for item in items:
         frames = [item.num_frames, item.rate_hz] if item.is_video else []
         bucket = [item.bucket.width_px, item.bucket.height_px]
         key = cache_key("latent", identity, item.digest, bucket, item.mirrored, frames)

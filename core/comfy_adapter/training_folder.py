@@ -17,6 +17,7 @@ from ..training.dataset import (
 )
 from ..training.families import FAMILIES, OTHER, bucket_step_px
 
+NO_CONTROL = "none"
 FAMILY_NAMES = ("any", *(family.name for family in FAMILIES))
 """Choices for a model family where no model is at hand; "any" fits all."""
 
@@ -26,18 +27,28 @@ def input_subfolders() -> list[str]:
     return sorted(folder_paths.get_input_subfolders())
 
 
-def training_folder_version(folder: str) -> str:
-    """Return a text that changes whenever a file of the folder does."""
-    return folder_version(Path(folder_paths.get_input_directory()), folder)
+def training_folder_version(folder: str, control_folder: str = NO_CONTROL) -> str:
+    """Return a text that changes whenever a file of the folders does."""
+    root = Path(folder_paths.get_input_directory())
+    folders = [folder] if control_folder == NO_CONTROL else [folder, control_folder]
+    return " ".join(folder_version(root, name) for name in folders)
 
 
-def load_input_folder(folder: str, *, family: str, before: TrainingSet | None, **options: Any) -> TrainingSet:
+def load_input_folder(
+    folder: str,
+    *,
+    family: str,
+    before: TrainingSet | None,
+    control_folder: str = NO_CONTROL,
+    **options: Any,
+) -> TrainingSet:
     """Return the training set in a folder below ComfyUI's input folder.
 
     Args:
         folder: Relative to the input folder.
         family: One of ``FAMILY_NAMES``; decides the step of the bucket sides.
         before: A set that this one is joined to.
+        control_folder: With the pictures that an edit model is given; ``NO_CONTROL`` for none.
         options: Those of ``FolderOptions``, but for the step.
 
     Raises:
@@ -45,7 +56,9 @@ def load_input_folder(folder: str, *, family: str, before: TrainingSet | None, *
     """
     step_px = OTHER.bucket_step_px if family == "any" else bucket_step_px(family)
     root = Path(folder_paths.get_input_directory())
-    return join_sets(before, load_training_folder(root, folder, FolderOptions(step_px=step_px, **options)))
+    controls = "" if control_folder == NO_CONTROL else control_folder
+    settings = FolderOptions(step_px=step_px, control_folder=controls, **options)
+    return join_sets(before, load_training_folder(root, folder, settings))
 
 
 def training_set_images(training_set: TrainingSet, *, seed: int) -> tuple[list[Any], list[str]]:

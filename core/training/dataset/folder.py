@@ -38,6 +38,8 @@ class FolderOptions:
         max_upscale: The most that a picture may be enlarged by.
         video_frames: Frames taken from each video.
         video_rate_hz: Frames a second; 0 takes each frame of the file.
+        control_folder: For edit models: the folder, relative to the same root, with the picture that each
+            one is made of, under the same name (``cat.png`` there for ``cat.jpg`` here); empty: none.
     """
 
     resolution_px: int = 1024
@@ -49,6 +51,7 @@ class FolderOptions:
     max_upscale: float = 1.25
     video_frames: int = 17
     video_rate_hz: float = 16.0
+    control_folder: str = ""
 
     def __post_init__(self) -> None:
         for name, fits, limit in (
@@ -78,6 +81,7 @@ def load_training_folder(root: Path, name: str, options: FolderOptions) -> Train
     buckets = list_buckets(resolution_px=options.resolution_px, step_px=options.step_px)
     folder = resolve_folder(root, name)
     media, captions, offenders = _pair_files(folder)
+    controls = _pair_controls(root, name, options, media, offenders)
     items: list[MediaItem] = []
     for path in media:
         caption = ""
@@ -92,9 +96,21 @@ def load_training_folder(root: Path, name: str, options: FolderOptions) -> Train
             if str(error) not in offenders[path.name]:
                 offenders[path.name].append(str(error))
             continue
-        items.append(replace(item, name=f"{name}/{path.name}", caption=caption))
+        control = None
+        if path.stem in controls:
+            other = controls[path.stem]
+            try:
+                control = _inspect(other, root, options, buckets)
+            except (UnreadablePictureError, OSError) as error:
+                offenders[path.name].append(f"has a control picture ({other.name}) that {error}")
+                continue
+            control = replace(
+                control, name=f"{options.control_folder}/{other.name}", repeats=1, caption_dropout=0.0
+            )
+        items.append(replace(item, name=f"{name}/{path.name}", caption=caption, control=control))
         if options.mirror:
-            items.append(replace(items[-1], mirrored=True))
+            mirrored = None if control is None else replace(control, mirrored=True)
+            items.append(replace(items[-1], mirrored=True, control=mirrored))
     _refuse_offenders(name, offenders, empty=not media)
     return TrainingSet(tuple(items))
 
@@ -174,6 +190,36 @@ def _pair_files(folder: Path) -> tuple[list[Path], dict[str, Path], defaultdict[
         if stem not in stems:
             offenders[path.name].append("is a caption without a picture")
     return media, captions, offenders
+
+
+def _pair_controls(
+    root: Path, name: str, options: FolderOptions, media: list[Path], offenders: defaultdict[str, list[str]]
+) -> dict[str, Path]:
+    """Return the control pictures by stem; whatever has no partner on either side is an offender."""
+    if not options.control_folder:
+        return {}
+    folder = resolve_folder(root, options.control_folder)
+    if folder == resolve_folder(root, name):
+        raise RequestError(
+            f"control_folder={options.control_folder!r} was asked for folder={name!r}",
+            limit="Pictures made of themselves would teach nothing",
+            way_out="Put the control pictures into a folder of their own",
+        )
+    files, _, names = _pair_files(folder)
+    where = options.control_folder
+    for file, reasons in names.items():
+        offenders[f"{where}/{file}"] += [why for why in reasons if "caption without" not in why]
+    stems = {path.stem for path in media}
+    for path in files:
+        if path.stem not in stems:
+            offenders[f"{where}/{path.name}"].append("is a control picture without a picture of its name")
+        elif path.suffix.lower() in VIDEO_SUFFIXES:
+            offenders[f"{where}/{path.name}"].append("is a video, and a control has to be a picture")
+    controls = {path.stem: path for path in files}
+    for path in media:
+        if path.stem not in controls:
+            offenders[path.name].append(f"has no control picture in {where}")
+    return controls
 
 
 def _check_inside(path: Path, root: Path) -> None:

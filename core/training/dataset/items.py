@@ -33,6 +33,7 @@ class MediaItem:
         mirrored: Whether left and right are exchanged.
         repeats: How often it comes in an epoch.
         caption_dropout: How often it is trained without its caption, 0 to 1.
+        control: The picture that an edit model is given to make this one of; None for other models.
     """
 
     name: str
@@ -46,6 +47,7 @@ class MediaItem:
     mirrored: bool = False
     repeats: int = 1
     caption_dropout: float = 0.0
+    control: MediaItem | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class TrainingSet:
             for (bucket, frames), count in sorted(sizes.items())
         ]
         files = len({item.path for item in self.items})
-        return f"{files} files, {len(self)} samples an epoch: {', '.join(parts)}"
+        controlled = sum(item.control is not None for item in self.items)
+        controls = f", {controlled} with a control picture" if controlled else ""
+        return f"{files} files, {len(self)} samples an epoch: {', '.join(parts)}{controls}"
 
 
 def join_sets(*sets: TrainingSet | None) -> TrainingSet:
@@ -121,7 +125,17 @@ def plain_examples(training_set: TrainingSet, *, seed: int) -> Iterator[tuple[Te
     """Yield ``(pixels (F, H, W, 3), caption)`` for each sample of an epoch, for nodes that know no set.
 
     A caption is dropped once for all, by the seed and the sample's name: such nodes draw nothing.
+
+    Raises:
+        RequestError: If a sample has a control picture, which would be lost.
     """
+    controlled = next((item.name for item in training_set.items if item.control is not None), None)
+    if controlled is not None:
+        raise RequestError(
+            f"{controlled} has a control picture",
+            limit="Lists of pictures and captions have no place for it",
+            way_out="Connect Cache Training Data instead, or load the folder without control_folder",
+        )
     for item in training_set.items:
         pixels = read_pixels(item)
         for repeat in range(item.repeats):

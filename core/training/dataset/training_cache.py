@@ -21,6 +21,7 @@ class CachedItem:
         shape: Of the latent, ``(1, C, ...)`` as the VAE gave it.
         repeats: How often it comes in an epoch.
         caption_dropout: How often the empty caption is used instead, 0 to 1.
+        control_key: Of the file with the latent of the control picture; None without.
     """
 
     name: str
@@ -30,6 +31,7 @@ class CachedItem:
     shape: tuple[int, ...]
     repeats: int = 1
     caption_dropout: float = 0.0
+    control_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class TrainingCache:
                     item.empty_caption_key,
                     item.repeats,
                     item.caption_dropout,
+                    item.control_key,
                 ]
                 for item in self.items
             ]

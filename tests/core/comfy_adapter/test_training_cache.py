@@ -190,19 +190,20 @@ def test_samples_are_what_the_stock_nodes_encode(root):
 
 
 def test_two_buckets_are_trained_in_batches_of_one(root, monkeypatch):
-    from comfyui_ferry.core.comfy_adapter import TrainingRequest, run_lora_training, train_lora
+    from comfyui_ferry.core.comfy_adapter import TrainingRequest, run_lora_training
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
     from comfyui_ferry.core.training import LoraConfig, OffloadSettings, TrainingConfig
 
     clip, vae = encoders()
     data = cache(load(root, repeats=2), clip, vae).cache
     batches = []
-    real = train_lora.ComfyProcess.denoise
+    real = ComfyProcess.denoise
 
     def look(self, noisy, sigma, conditions):
         batches.append((tuple(noisy.shape), [float(caption.entry[0].sum()) for caption in conditions]))
         return real(self, noisy, sigma, conditions)
 
-    monkeypatch.setattr(train_lora.ComfyProcess, "denoise", look)
+    monkeypatch.setattr(ComfyProcess, "denoise", look)
     request = TrainingRequest(
         LoraConfig(2, 2.0), TrainingConfig(6, 1e-3, batch_size=2), OffloadSettings(), save_dtype="fp32"
     )

@@ -155,3 +155,40 @@ def test_plain_examples_repeat_and_drop_captions_by_the_seed(tmp_path):
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(RequestError, match=next(iter(options))):
         FolderOptions(**options)
+
+
+def test_control_pictures_belong_to_the_picture_of_their_name(tmp_path):
+    put(tmp_path / "after", "a.png", colour=(1, 2, 3))
+    put(tmp_path / "after", "b.png")
+    put(tmp_path / "before", "a.jpg", (128, 64), None)
+    put(tmp_path / "before", "b.png", caption="captions here are not read")
+    found = load(tmp_path, "after", control_folder="before", mirror=True, repeats=2, caption_dropout=0.5)
+    assert [(item.name, item.control.name, item.control.bucket) for item in found.items[::2]] == [
+        ("after/a.png", "before/a.jpg", Bucket(80, 48)),
+        ("after/b.png", "before/b.png", Bucket(64, 64)),
+    ]
+    plain, mirrored = found.items[:2]
+    assert torch.equal(read_pixels(mirrored.control), read_pixels(plain.control).flip(2))
+    assert found.summary().endswith(", 4 with a control picture")
+    with pytest.raises(RequestError, match=r"after/a.png has a control picture"):
+        list(plain_examples(found, seed=0))
+
+
+def test_everything_wrong_with_control_pictures_is_named(tmp_path):
+    for name in ("a", "b", "c", "d"):
+        put(tmp_path / "after", f"{name}.png")
+    put(tmp_path / "before", "a.png", (8, 8))
+    put(tmp_path / "before", "x.png")
+    (tmp_path / "before" / "b.png").write_text("no picture")
+    (tmp_path / "before" / "c.mp4").write_text("")
+    with pytest.raises(RequestError) as caught:
+        load(tmp_path, "after", control_folder="before")
+    lines = str(caught.value).splitlines()
+    assert sum("a.png has a control picture (a.png) that is too small" in line for line in lines) == 1
+    assert sum("b.png has a control picture (b.png) that cannot be read" in line for line in lines) == 1
+    assert sum("before/c.mp4 is a video" in line for line in lines) == 1
+    assert sum(line.startswith("d.png has no control picture in before") for line in lines) == 1
+    assert sum("before/x.png is a control picture without a picture" in line for line in lines) == 1
+    for folder, named in (("after", "of themselves"), ("../after", "'..'"), ("none", "no such folder")):
+        with pytest.raises(RequestError, match=named):
+            load(tmp_path, "after", control_folder=folder)
