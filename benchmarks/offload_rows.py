@@ -73,11 +73,11 @@ class Job:
         return (_build_toy if self.work == "toy" else _build_qwen)(self)
 
 
-def load_ferry() -> types.ModuleType:
-    """Return this pack's offload engine, also where the pack is not installed."""
+def load_ferry(part: str = "offload") -> types.ModuleType:
+    """Return a part of this pack's core, also where the pack is not installed."""
     if "comfyui_ferry" not in sys.modules:
         _load("comfyui_ferry", ROOT / "__init__.py", folder=ROOT)
-    return importlib.import_module("comfyui_ferry.core.offload")
+    return importlib.import_module(f"comfyui_ferry.core.{part}")
 
 
 def load_diffsynth(folder: str) -> type:
@@ -175,8 +175,12 @@ def _build_qwen(job: Job) -> Step:
     with torch.device(job.device):
         model = QwenImageTransformer2DModel(**sizes)
     model.requires_grad_(False)
-    model.enable_gradient_checkpointing()
     model.train()
+    if job.row.startswith("ferry"):
+        training = load_ferry("training")
+        training.BlockCheckpointing(training.find_blocks(model)).install()
+    else:
+        model.enable_gradient_checkpointing()
     loras = nn.ModuleList()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(name.endswith("." + target) for target in QWEN_TARGETS):

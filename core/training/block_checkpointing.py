@@ -8,6 +8,9 @@ instead of ``torch.utils.checkpoint``, because
 - the block works on copies of its floating inputs, so it cannot change what it is computed from
   again, and a block that does try is found at its first call;
 - it works if no input carries a gradient, as in front of the first adapter.
+
+The model's last block is run once only: the backward begins with it, so what it keeps costs no more
+memory than computing it again would.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ class BlockCheckpointing:
         self._installed: list[nn.Module] = []
 
     def install(self) -> None:
-        """Wrap every block."""
-        for block in self.blocks:
+        """Wrap every block but the last one."""
+        for block in self.blocks[:-1]:
             install_hook(block.module, _HOOK, _CheckpointHook(block.path))
             self._installed.append(block.module)
 

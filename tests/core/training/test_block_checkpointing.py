@@ -85,7 +85,8 @@ def test_outputs_and_gradients_are_equal(needs_input_gradient):
     assert all(torch.equal(a, b) for a, b in zip(actual[1], expected[1], strict=True))
     if needs_input_gradient:
         assert torch.equal(x.grad, expected_input)
-    assert [block.calls for block in model.blocks] == [3, 3, 3]  # once, then forward and again
+    # Once, then forward and again; the last one is where the backward begins, so it keeps what it made.
+    assert [block.calls for block in model.blocks] == [3, 3, 2]
     blocks.remove()
     assert "forward" not in model.blocks[0].__dict__
 
@@ -207,7 +208,7 @@ def test_nothing_but_inputs_is_kept():
     kept.clear()
     checkpointed(model)
     output = model(torch.randn(2, 4))
-    assert all(ref() is None for ref in kept)
+    assert [ref() is None for ref in kept] == [True, True, False]
     output.sum().backward()
 
 
@@ -241,6 +242,7 @@ def test_an_exception_in_the_recomputation_comes_through_as_it_is():
             return super().forward(x)
 
     model = Stack(Stopping)
+    model.blocks[-1] = Block()
     blocks = checkpointed(model)
     output = model(torch.randn(2, 4))
     with pytest.raises(Stop):
@@ -271,5 +273,5 @@ def test_a_block_that_computes_something_else_again_is_refused():
 
     model = Stack(Drifting)
     checkpointed(model)
-    with pytest.raises(TrainingError, match=r"the block blocks\.2 gives another output"):
+    with pytest.raises(TrainingError, match=r"the block blocks\.1 gives another output"):
         model(torch.randn(5, 4)).sum().backward()
