@@ -1,7 +1,7 @@
 """Host memory for the masters: a bounded bump allocator over plain memory, pinned by registration.
 
 The sizes are known before the first byte is taken, so every chunk is exactly as large as what goes
-into it: 64-byte alignment and nothing else is added (``torch``'s own pinned allocator rounds every
+into it: 256-byte alignment and nothing else is added (``torch``'s own pinned allocator rounds every
 tensor up to a power of two). A chunk's pages are committed by filling it, tensor by tensor, and it
 is pinned once full; host memory peaks at the model plus one tensor.
 
@@ -38,7 +38,7 @@ class ArenaFullError(OffloadError):
 
 
 class HostRegion:
-    """A run of host bytes inside a chunk; 64-byte aligned."""
+    """A run of host bytes inside a chunk; 256-byte aligned."""
 
     def __init__(self, chunk: _Chunk, offset: int, nbytes: int) -> None:
         self._chunk = chunk

@@ -15,7 +15,9 @@ import torch
 
 from ..errors import OffloadError
 
-ALIGNMENT_BYTES = 64
+# What cuBLAS looks at when it chooses a kernel: a weight that starts elsewhere may be multiplied by another
+# one, with other rounding. So a segment starts there, as a tensor from the caching allocator does.
+ALIGNMENT_BYTES = 256
 
 
 def align(nbytes: int) -> int:
@@ -122,10 +124,12 @@ def group_overlapping(tensors: Sequence[torch.Tensor]) -> list[SegmentPlan]:
 
 def _plan_segment(group: list[tuple[str, int, int, int]], tensors: Sequence[torch.Tensor]) -> SegmentPlan:
     lowest = min(span[1] for span in group)
-    # Rounded down, so that every tensor keeps the alignment it had; unless it has none (a tensor over
-    # a file's bytes may start anywhere), and gets one.
-    is_aligned = all(low % tensors[index].dtype.itemsize == 0 for _, low, _, index in group)
-    start = lowest // ALIGNMENT_BYTES * ALIGNMENT_BYTES if is_aligned else lowest
+    # A tensor over a file's bytes may start anywhere; the first of a group gets the full alignment. Only
+    # where another one would lose its own by that (several dtypes in one memory), all keep what they had.
+    sizes = [(low, tensors[index].dtype.itemsize) for _, low, _, index in group]
+    keeps_all = all(low % itemsize == 0 for low, itemsize in sizes)
+    is_aligned = all((low - lowest) % itemsize == 0 for low, itemsize in sizes)
+    start = lowest if is_aligned or not keeps_all else lowest // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     stop = max(span[2] for span in group)
     layouts = []
     for _, low, _, index in sorted(group, key=lambda span: span[3]):

@@ -8,6 +8,7 @@ import torch
 from comfyui_ferry.core.errors import OffloadError
 from comfyui_ferry.core.offload import OffloadTrainingManager
 from comfyui_ferry.core.offload.pinned_arena import ArenaFullError, PinnedArena
+from comfyui_ferry.core.offload.segments import ALIGNMENT_BYTES
 from torch import nn
 
 
@@ -15,9 +16,9 @@ def test_no_rounding_beyond_alignment():
     sizes = [17 * 2**20 + 1, 5, 64]
     arena = PinnedArena(sizes, pin=False)
     regions = [arena.allocate(size) for size in sizes]
-    assert arena.allocated_bytes == 17 * 2**20 + 64 + 64 + 64
+    assert arena.allocated_bytes == 17 * 2**20 + 3 * ALIGNMENT_BYTES
     tensors = [region.tensor(0, region.nbytes) for region in regions]
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    assert all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
     for value, tensor in enumerate(tensors):
         tensor.fill_(value)
     assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [2]]
@@ -31,10 +32,11 @@ def test_it_is_bounded():
 
 
 def test_chunks_are_bounded_and_a_large_region_has_its_own():
-    arena = PinnedArena([100, 100, 1000, 100], pin=False, chunk_bytes=256)
-    for size in (100, 100, 1000, 100):
+    one = ALIGNMENT_BYTES
+    arena = PinnedArena([one - 1, one, 4 * one, 1], pin=False, chunk_bytes=2 * one)
+    for size in (one - 1, one, 4 * one, 1):
         arena.allocate(size)
-    assert [chunk.nbytes for chunk in arena._chunks] == [256, 1024, 128]
+    assert [chunk.nbytes for chunk in arena._chunks] == [2 * one, 4 * one, one]
 
 
 def test_every_tensor_has_its_own_storage():

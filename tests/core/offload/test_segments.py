@@ -50,7 +50,7 @@ def test_views_are_ordinary_tensors_under_inference_mode():
 
 
 def test_alignment():
-    assert [align(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
+    assert [align(n) for n in (0, 1, 256, 257)] == [0, 256, 256, 512]
 
 
 def test_tensors_at_odd_addresses_are_aligned_and_odd_pairs_refused():

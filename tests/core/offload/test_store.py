@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 from comfyui_ferry.core.offload import OffloadTrainingManager
+from comfyui_ferry.core.offload.segments import align
 from ferry_support.offload_cases import WIDTH, Int8Weight, Stack, assert_close, inputs
 from torch import nn
 
@@ -16,7 +17,7 @@ def test_one_bucket_for_a_unit_and_one_for_what_several_units_share():
     manager = OffloadTrainingManager(model, "cpu", True)
     found = buckets(manager)
     assert list(found) == ["blocks.0.weight", "blocks.0", "blocks.1", "blocks.2"]
-    assert found["blocks.2"].nbytes == 4 * WIDTH * (WIDTH + 1)
+    assert found["blocks.2"].nbytes == align(4 * WIDTH * WIDTH) + align(4 * WIDTH)
     assert found["blocks.0.weight"].nbytes == 4 * WIDTH * WIDTH
 
 

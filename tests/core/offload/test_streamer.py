@@ -8,7 +8,9 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
 from comfyui_ferry.core.module_hooks import hook_names
-from comfyui_ferry.core.offload import ModelStreamer, StreamConfig, StreamPool, WeightChange
+from comfyui_ferry.core.offload import ModelStreamer, StreamConfig, StreamPool, WeightChange, WeightFile
+from comfyui_ferry.core.offload.segments import ALIGNMENT_BYTES
+from safetensors.torch import save_file
 from torch import nn
 
 
@@ -248,3 +250,34 @@ def test_parts_lose_their_hooks_once_their_block_was_called():
     assert hook_names(model.blocks[0].up) == ["stream_part"]
     model(X)
     assert called == [1] and not hook_names(model.blocks[0].up) and hook_names(model.blocks[0])
+
+
+def test_weights_are_aligned_like_an_allocators_wherever_they_come_from(tmp_path):
+    """A matrix product may choose its kernel, and so its rounding, by where a weight starts."""
+    torch.manual_seed(0)
+    plain = Model().requires_grad_(False)
+    plain.blocks[1].up.weight = nn.Parameter(torch.randn(16, 8), requires_grad=False)
+    state = {"x": torch.zeros(3, dtype=torch.uint8), **plain.state_dict()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"length": "odd"})
+    file = WeightFile(tmp_path / "model.safetensors")
+    tensors = file.tensors()
+    del tensors["x"]
+    starts = []
+
+    def note(module, args):
+        starts.extend(parameter.storage_offset() * 4 for parameter in module.parameters())
+
+    for ram_bytes in (None, 1):
+        model = copy.deepcopy(plain)
+        model.load_state_dict(tensors, assign=True)
+        assert any(parameter.data_ptr() % ALIGNMENT_BYTES for parameter in model.parameters())
+        pool = StreamPool(torch.device("cpu"), StreamConfig(None, ram_bytes, 1))
+        streamer = ModelStreamer(model.requires_grad_(False), pool, files=[file])
+        for layer in (part for block in model.blocks for part in (block.up, block.down)):
+            layer.register_forward_pre_hook(note)
+        for budget in (0, streamer.weight_bytes):
+            streamer.load(budget)
+            starts.clear()
+            assert torch.equal(model(X), plain(X))
+            assert len(starts) == 24 and not any(start % ALIGNMENT_BYTES for start in starts)
+        streamer.close()
