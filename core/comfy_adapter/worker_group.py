@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..errors import WorkerError
 from ..parallel import ParallelDims, largest_rank_bytes
 from ..plans import find_plan
@@ -108,7 +110,10 @@ class WorkerGroup:
         ranks = self.branch_ranks(branch)
         sent = self.loaded[token].sent.setdefault(branch, SentTensors())
         packed = sent.pack(arguments)
-        call = self.pool.submit("forward", {"token": token, **vars(packed)}, ranks=ranks)
+        loaded = self.loaded[token]
+        alike = (token, branch, loaded.num_bytes, loaded.patches_uuid, _shapes(arguments))
+        payload = {"token": token, **vars(packed)}
+        call = self.pool.submit("forward", payload, ranks=ranks, alike=alike)
         sent.commit()
         replies = call.wait(poll=poll)
         if readout is not None:
@@ -149,6 +154,17 @@ class WorkerGroup:
         streamed = [num_bytes for num_bytes in held.values() if num_bytes is not None]
         if streamed:
             self.loaded[token].num_bytes = max(streamed)
+
+
+def _shapes(value: Any) -> Any:
+    """Return what decides how long a call takes: the shapes of all tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return tuple(shapes for shapes in map(_shapes, value) if shapes is not None)
+    return None
 
 
 def worker_bytes(model: Any, dims: ParallelDims) -> int:

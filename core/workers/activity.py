@@ -62,6 +62,7 @@ class ProcessActivity:
         self._main_ticks: int | None = None
         self._other_ticks: dict[str, int] = {}
         self._quiet_looks = 0
+        self.used_s = 0.0  # processor time of the main thread between the last two looks
 
     def look(self, elapsed_s: float) -> Activity:
         """Return what it did in the ``elapsed_s`` seconds since the last look.
@@ -75,6 +76,7 @@ class ProcessActivity:
             return Activity.STOPPED
         used = 0 if self._main_ticks is None else main.ticks - self._main_ticks
         self._main_ticks = main.ticks
+        self.used_s = used / _TICKS_PER_S
         self._quiet_looks += 1
         if used >= _MAIN_SHARE * elapsed_s * _TICKS_PER_S:
             self._quiet_looks = 0

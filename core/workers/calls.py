@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ..errors import WorkerError
+
+# The first calls of a kind may compile or record what later ones use, so fewer say nothing; the slowest of
+# the last ones counts, so that a slow first one is soon forgotten.
+_FEWEST_CALLS = 3
+_COMPARED_CALLS = 4
+_KNOWN_KINDS = 64
 
 
 class PendingCall:
@@ -18,6 +25,7 @@ class PendingCall:
         job: The job's name.
         ranks: The ranks that run it.
         deadline_s: Seconds from submission to the last reply.
+        usual_s: Seconds that calls of the same work took before; None if nothing is known.
     """
 
     def __init__(self, number: int, job: str, ranks: Sequence[int], deadline_s: float) -> None:
@@ -26,7 +34,11 @@ class PendingCall:
         self.ranks = tuple(ranks)
         self.deadline_s = deadline_s
         self.missing = set(ranks)
-        self.due = time.monotonic() + deadline_s
+        self.submitted_at = time.monotonic()
+        self.due = self.submitted_at + deadline_s
+        self.alike: Hashable = None
+        self.usual_s: float | None = None
+        self.took_s: float | None = None
         self.abandoned = False
         self._over = threading.Event()
         self._results: dict[int, Any] = {}
@@ -78,6 +90,7 @@ class PendingCall:
         if not self.abandoned:
             self._results[rank] = result
         if not self.missing:
+            self.took_s = time.monotonic() - self.submitted_at
             self._over.set()
 
     def fail(self, message: str) -> None:
@@ -102,6 +115,7 @@ class CallTable:
         self._calls: dict[int, PendingCall] = {}
         self._next_number = 0
         self._ended: str | None = None
+        self._took_s: dict[Hashable, deque[float]] = {}
 
     @property
     def ended(self) -> bool:
@@ -138,6 +152,31 @@ class CallTable:
             if call.missing == {rank}:
                 del self._calls[call.number]
             call.deliver(rank, result)
+            self._remember(call)
+
+    def compare(self, call: PendingCall, alike: Hashable) -> None:
+        """Compare a call with earlier ones that do the same work, and later ones with it.
+
+        Args:
+            call: Just opened.
+            alike: Equal for calls of the same work.
+        """
+        with self._lock:
+            known = self._took_s.get(alike)
+            call.alike = alike
+            if known is not None and len(known) >= _FEWEST_CALLS:
+                call.usual_s = max(known)
+            self._remember(call)
+
+    def _remember(self, call: PendingCall) -> None:
+        if call.alike is None or call.took_s is None:
+            return
+        known = self._took_s.pop(call.alike, None) or deque(maxlen=_COMPARED_CALLS)
+        known.append(call.took_s)
+        self._took_s[call.alike] = known  # the last used last
+        if len(self._took_s) > _KNOWN_KINDS:
+            del self._took_s[next(iter(self._took_s))]
+        call.took_s = None
 
     def late(self, now: float) -> PendingCall | None:
         """Return a call that is past its deadline at ``now``, if any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -50,6 +50,7 @@ class RankEngine(abc.ABC):
         payloads_by_rank: Mapping[int, Mapping[str, Any]] | None = None,
         ranks: Sequence[int] | None = None,
         deadline_s: float | None = None,
+        alike: Hashable = None,
     ) -> PendingCall:
         """Send a call and return at once.
 
@@ -62,6 +63,8 @@ class RankEngine(abc.ABC):
             ranks: Who runs it; None: all.
             deadline_s: Seconds until the last reply, time in the ranks' queues included; None: the
                 spec's ``call_s``.
+            alike: Equal for calls of the same work: one that takes many times as long as those before is
+                given up (``Deadlines.overdue_s``). None: nothing is compared.
 
         Raises:
             RequestError: If the job or a rank does not exist.
@@ -75,7 +78,10 @@ class RankEngine(abc.ABC):
                 way_out=f"Name one of them, or register it in {self.spec.setup}",
             )
         payloads = self._by_rank(payload, payloads_by_rank, ranks)
-        return self._submit(job, payloads, self.spec.deadlines.call_s if deadline_s is None else deadline_s)
+        call = self._submit(job, payloads, self.spec.deadlines.call_s if deadline_s is None else deadline_s)
+        if alike is not None:
+            self._calls.compare(call, alike)
+        return call
 
     def call(
         self,
@@ -85,11 +91,17 @@ class RankEngine(abc.ABC):
         payloads_by_rank: Mapping[int, Mapping[str, Any]] | None = None,
         ranks: Sequence[int] | None = None,
         deadline_s: float | None = None,
+        alike: Hashable = None,
         poll: Callable[[], object] | None = None,
     ) -> dict[int, Any]:
         """Submit a call and wait for it; see ``submit`` and ``PendingCall.wait``."""
         pending = self.submit(
-            job, payload, payloads_by_rank=payloads_by_rank, ranks=ranks, deadline_s=deadline_s
+            job,
+            payload,
+            payloads_by_rank=payloads_by_rank,
+            ranks=ranks,
+            deadline_s=deadline_s,
+            alike=alike,
         )
         return pending.wait(poll=poll)
 

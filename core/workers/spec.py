@@ -31,6 +31,8 @@ class Deadlines:
         call_s: From submitting a call to its last reply, unless the call names its own.
         collective_s: One collective between workers.
         stall_s: A worker that is stopped, or that does nothing at all although a call waits for it.
+        overdue_s: A worker that computes for this much processor time more than a few times what the same
+            call took before (``submit``'s ``alike``); an endless loop, for example.
         heartbeat_s: A worker that computes but runs no Python thread, because native code keeps the
             interpreter's lock.
         close_s: An orderly exit, before the process is killed.
@@ -43,6 +45,7 @@ class Deadlines:
     call_s: float = 600.0
     collective_s: float = 300.0
     stall_s: float = 2.5
+    overdue_s: float = 2.5
     heartbeat_s: float = 15.0
     close_s: float = 3.0
 

@@ -3,17 +3,23 @@
 A rank that waits for another one inside a collective does nothing either. With gloo it sleeps, so
 a call hangs only once *every* rank that could still bring it on sleeps; calls that share a rank are
 judged together, since one may wait for the other. With NCCL a rank waits for its GPU, which shows as
-work, so one sleeping rank is enough. What cannot be told from a long computation is an endless loop; that
-ends with the call's deadline.
+work, so one sleeping rank is enough. An endless loop, or a deadlock on the GPUs, looks like a long
+computation; it is told by comparison: a rank that has used far more processor time than the whole of the same
+call took before is lost. Processor time, so that a machine without a free core raises no alarm. A call
+that nothing is known of ends with its deadline.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .activity import Activity, ProcessActivity
 from .calls import PendingCall
+
+# A picture of the same size never takes so many times longer; what it takes at least is `overdue_s`.
+_USUAL_TIMES = 4
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,13 @@ class Stall:
         ranks: The ranks that do nothing.
         jobs: The jobs that wait for them, none if the ranks were stopped.
         limit_s: For how long.
+        usual_s: If they compute without an end: seconds that the same call took before. Else None.
     """
 
     ranks: tuple[int, ...]
     jobs: tuple[str, ...]
     limit_s: float
+    usual_s: float | None = None
 
     def describe(self, blamed: Sequence[int]) -> str:
         """Return the finding in a sentence without its full stop, naming the ranks to blame."""
@@ -36,7 +44,12 @@ class Stall:
         who = f"worker rank{'s' * many} {', '.join(map(str, blamed))} {'were' if many else 'was'}"
         if not self.jobs:
             return f"{who} stopped by a signal (SIGSTOP) {self.limit_s:g} s ago"
-        return f"job {', '.join(map(repr, self.jobs))} hangs: {who} idle for {self.limit_s:g} s"
+        jobs = ", ".join(map(repr, self.jobs))
+        if self.usual_s is not None:
+            return f"job {jobs} does not end: {who} computing for {self.limit_s:.1f} s " + (
+                f"what took {self.usual_s:.2g} s before"
+            )
+        return f"job {jobs} hangs: {who} idle for {self.limit_s:g} s"
 
 
 class StallDetector:
@@ -46,6 +59,7 @@ class StallDetector:
         processes: By rank.
         limit_s: How long a rank may do nothing.
         one_is_enough: Whether one sleeping rank means a fault, because waiting for others shows as work.
+        overdue_s: See ``Deadlines``.
         all_are_enough: Whether all of a call's ranks sleeping means one: they have nobody else to wait for.
     """
 
@@ -55,6 +69,7 @@ class StallDetector:
         limit_s: float,
         *,
         one_is_enough: bool,
+        overdue_s: float = math.inf,
         all_are_enough: bool = True,
     ) -> None:
         self._processes = processes
@@ -63,6 +78,8 @@ class StallDetector:
         self._all_are_enough = all_are_enough
         self._idle_s = dict.fromkeys(processes, 0.0)
         self._stopped_s = dict.fromkeys(processes, 0.0)
+        self._overdue_s = overdue_s
+        self._used_s: dict[tuple[int, int], float] = {}  # by rank and call
         self._calls: dict[int, list[int]] = {}
 
     def find(self, calls: Sequence[PendingCall], *, elapsed_s: float, counted_s: float) -> Stall | None:
@@ -84,6 +101,19 @@ class StallDetector:
             enough = self._one_is_enough and "start" not in jobs
             if idle and (enough or (self._all_are_enough and len(idle) == len(ranks))):
                 return Stall(idle, tuple(sorted(jobs)), self._limit_s)
+        return self._find_overdue(calls)
+
+    def _find_overdue(self, calls: Sequence[PendingCall]) -> Stall | None:
+        numbers = {call.number for call in calls}
+        self._used_s = {key: used for key, used in self._used_s.items() if key[1] in numbers}
+        for call in calls:
+            if call.usual_s is None:
+                continue
+            limit_s = self._overdue_s + _USUAL_TIMES * call.usual_s
+            used = {rank: self._used_s.get((rank, call.number), 0.0) for rank in call.missing}
+            ranks = tuple(sorted(rank for rank, used_s in used.items() if used_s >= limit_s))
+            if ranks:
+                return Stall(ranks, (call.job,), limit_s, call.usual_s)
         return None
 
     def close(self) -> None:
@@ -93,6 +123,10 @@ class StallDetector:
 
     def _look(self, rank: int, numbers: list[int], elapsed_s: float, counted_s: float) -> None:
         activity = self._processes[rank].look(elapsed_s)
+        if numbers and numbers == self._calls.get(rank):
+            # Calls run in their order, so it works on the oldest.
+            key = (rank, numbers[0])
+            self._used_s[key] = self._used_s.get(key, 0.0) + min(counted_s, self._processes[rank].used_s)
         self._stopped_s[rank] = self._stopped_s[rank] + counted_s if activity is Activity.STOPPED else 0.0
         if not numbers or numbers != self._calls.get(rank) or activity is Activity.BUSY:
             self._idle_s[rank] = 0.0

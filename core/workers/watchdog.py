@@ -74,6 +74,7 @@ class Watchdog:
         self._stalls = StallDetector(
             {rank.rank: ProcessActivity(rank.process.pid) for rank in group.ranks},
             deadlines.stall_s,
+            overdue_s=deadlines.overdue_s,
             one_is_enough=waiting_shows,
             all_are_enough=sees_all,
         )
@@ -199,7 +200,7 @@ class Watchdog:
         if stall is not None:
             self._stall = stall
             for rank in stall.ranks:
-                self._reports[rank].hung = True
+                self._reports[rank].hung = stall.usual_s is None
             return stall.describe(stall.ranks)
         return self._find_silent(counted_s)
 

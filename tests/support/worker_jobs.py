@@ -161,6 +161,8 @@ def commit_fault(kind):
         raise KeyError("a planted error")
     elif kind == "oom":
         planted_allocation()
+    elif kind == "loop":
+        planted_loop()
     elif kind == "gpu-oom":
         torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
 
@@ -173,6 +175,11 @@ def planted_allocation():
         torch.empty(1 << 30)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+
+
+def planted_loop():
+    while True:
+        pass
 
 
 def planted_stall():

@@ -44,7 +44,7 @@ IN_CALLS = [(phase, kind) for phase in ("load", "first", "mid") for kind in ON_C
 BETWEEN = [("between", "kill"), ("between", "stop")]
 # Each kind and each phase at least once; the whole table is for `-m slow`.
 QUICK = {("load", "oom"), ("load", "native"), ("first", "raise"), ("first", "stop"), ("mid", "kill"),
-         ("mid", "stall"), ("between", "stop")}  # fmt: skip
+         ("mid", "loop"), ("mid", "stall"), ("between", "stop")}  # fmt: skip
 
 
 def case(phase: str, kind: str):
@@ -143,6 +143,16 @@ def test_a_long_computation_is_no_fault(forked):
             stop.set()
             for thread in threads:
                 thread.join()
+
+
+def test_a_call_that_takes_longer_than_before_is_no_fault(forked):
+    """Below the limit; and another kind of call is not compared with it."""
+    with WorkerPool.start(spec()) as pool:
+        for _ in range(3):
+            pool.call("compute", {"seconds": 0.2}, alike="short")
+        pool.call("compute", {"seconds": 0.9}, alike="short")
+        pool.call("compute", {"seconds": 2.5}, alike="long")
+        pool.call("compute", {"seconds": 2.5, "rank": 1})
 
 
 def test_two_pools_on_one_machine_do_not_touch_each_other(forked):
