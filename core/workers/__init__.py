@@ -7,8 +7,10 @@ through torch.distributed over loopback, which trusts every user of the machine.
 """
 
 from .calls import PendingCall
+from .cluster import ClusterPool, ClusterSpec, check_address
 from .doctor import describe as describe_findings
 from .doctor import examine as examine_machine
+from .engine import RankEngine
 from .host_memory import UnchangedFilePages, available_host_bytes, file_backed_bytes
 from .pool import WorkerPool
 from .protocol import check_sendable
@@ -18,8 +20,11 @@ from .spec import Deadlines, WorkerSpec
 from .worker import WorkerContext, borrows_arguments
 
 __all__ = [
+    "ClusterPool",
+    "ClusterSpec",
     "Deadlines",
     "PendingCall",
+    "RankEngine",
     "SharedArena",
     "SharedFile",
     "UnchangedFilePages",
@@ -28,6 +33,7 @@ __all__ = [
     "WorkerSpec",
     "available_host_bytes",
     "borrows_arguments",
+    "check_address",
     "check_sendable",
     "describe_findings",
     "examine_machine",

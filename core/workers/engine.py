@@ -33,6 +33,16 @@ class RankEngine(abc.ABC):
         return self.spec.ranks
 
     @property
+    def jobs(self) -> list[str]:
+        """The jobs that the ranks offer."""
+        return sorted(self._jobs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls are under way."""
+        return bool(self._calls.running())
+
+    @property
     @abc.abstractmethod
     def alive(self) -> bool:
         """Whether calls are taken."""
