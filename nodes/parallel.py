@@ -55,6 +55,13 @@ def degree_inputs() -> list[Any]:
             tooltip="Tensor parallel: GPUs that share the weights, for models too large for one. At most the "
             "model's attention heads. Needs fast links; for speed alone Ulysses is better.",
         ),
+        io.String.Input(
+            "ray_address",
+            default="",
+            optional=True,
+            tooltip="Empty: the GPUs of this machine. host:port of a Ray cluster it is a node of, or auto: "
+            "the GPUs of all its machines. Ray trusts its whole network: see docs/clusters.md.",
+        ),
     ]
 
 
@@ -64,9 +71,10 @@ def degree_problem(
     ulysses_degree: int | None,
     ring_degree: int | None,
     tensor_parallel_degree: int | None,
+    ray_address: str | None,
 ) -> bool | str:
-    """Return True if the degrees fit this machine (or are not known yet), else what is wrong."""
-    if gpus is None or cfg_degree is None or ulysses_degree is None:
+    """Return True if the degrees fit the machine (or are not known yet), else what is wrong."""
+    if gpus is None or cfg_degree is None or ulysses_degree is None or ray_address is None:
         return True
     optional = _fitting_degrees(gpus, (cfg_degree, ulysses_degree), (ring_degree, tensor_parallel_degree))
     try:
@@ -76,6 +84,7 @@ def degree_problem(
             ulysses_degree=ulysses_degree,
             ring_degree=optional[0],
             tensor_parallel_degree=optional[1],
+            ray_address=ray_address,
         )
     except RequestError as error:
         return str(error)
@@ -128,9 +137,12 @@ class ParallelModel(io.ComfyNode):
         ulysses_degree: int | None = None,
         ring_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
+        ray_address: str | None = "",
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
-        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree)
+        return degree_problem(
+            gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree, ray_address
+        )
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
@@ -138,6 +150,6 @@ class ParallelModel(io.ComfyNode):
         return settings_version("gpus")
 
     @classmethod
-    def execute(cls, model: Any, **degrees: int) -> io.NodeOutput:
+    def execute(cls, model: Any, **degrees: Any) -> io.NodeOutput:
         """Return the parallel MODEL."""
         return io.NodeOutput(make_parallel(model, **degrees))

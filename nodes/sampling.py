@@ -73,9 +73,12 @@ class ParallelSampler(io.ComfyNode):
         ulysses_degree: int | None = None,
         ring_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
+        ray_address: str | None = "",
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
-        return degree_problem(gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree)
+        return degree_problem(
+            gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree, ray_address
+        )
 
     @classmethod
     def execute(cls, model: Any, latent_image: dict, **settings: Any) -> io.NodeOutput:

@@ -13,6 +13,7 @@ import comfy.cli_args
 import torch
 
 from ..errors import RequestError
+from ..workers import check_address
 from .user_settings import chosen_gpus
 
 _MIN_CPU_WORKERS = 8
@@ -38,6 +39,27 @@ def worker_devices(num_gpus: int) -> tuple[str, ...]:
         limit = f"Of {len(available)} {what}, Settings > Ferry allows {len(chosen)}: {_listed(chosen)}"
         way_out += ", or allow more there"
     raise RequestError(f"gpus={num_gpus} was asked", limit=limit, way_out=way_out)
+
+
+def cluster_devices(num_gpus: int, ray_address: str) -> tuple[str, ...]:
+    """Return stand-ins for the devices of a cluster's ranks; which ones they are, Ray decides.
+
+    Raises:
+        RequestError: If the number is below 1, the address is none, or Ray is not installed.
+    """
+    if not isinstance(ray_address, str):
+        raise RequestError(
+            f"ray_address={ray_address!r} was asked",
+            limit="It is text: host:port, or auto",
+            way_out="Type it, or connect a STRING",
+        )
+    if num_gpus < 1:
+        raise RequestError(
+            f"gpus={num_gpus} was asked", limit="A cluster runs 1 or more", way_out="Set gpus to 1 or more"
+        )
+    check_address(ray_address)
+    on_cpu = comfy.cli_args.args.cpu
+    return tuple("cpu" if on_cpu else f"cluster GPU {rank}" for rank in range(num_gpus))
 
 
 def describe_devices() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..errors import RequestError
 from ..parallel import ParallelDims, validate_model
 from ..plans import find_plan
 from .cfg_branches import BranchWrapper
-from .devices import worker_devices
+from .devices import cluster_devices, worker_devices
 from .model_export import class_path, describe_model
 from .model_stream import release_stream, stream_of
 from .parallel_run import ParallelRun
@@ -40,6 +40,7 @@ def make_parallel(
     ulysses_degree: int,
     ring_degree: int = 1,
     tensor_parallel_degree: int = 1,
+    ray_address: str = "",
 ) -> Any:
     """Return a clone of ``model`` that computes on ``gpus`` worker processes; starts none yet.
 
@@ -50,6 +51,7 @@ def make_parallel(
         ulysses_degree: GPUs that share one sequence (DeepSpeed-Ulysses, arXiv:2309.14509).
         ring_degree: Likewise (Ring Attention, arXiv:2310.01889); with both above 1 their product does.
         tensor_parallel_degree: GPUs that share the weights (Megatron-LM, arXiv:1909.08053).
+        ray_address: ``host:port`` of a Ray cluster whose GPUs are meant, or ``auto``; "": this machine's.
 
     Raises:
         RequestError: If the model, the number of GPUs or a degree is not supported.
@@ -60,6 +62,7 @@ def make_parallel(
         ulysses_degree=ulysses_degree,
         ring_degree=ring_degree,
         tensor_parallel_degree=tensor_parallel_degree,
+        ray_address=ray_address,
     )
     if isinstance(model, ParallelPatcher):
         raise RequestError(
@@ -71,7 +74,7 @@ def make_parallel(
     request = _stream_request(model)
     release_stream(model)
     validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
-    run = ParallelRun(dims, devices, node_id=executing_node_id(), request=request)
+    run = ParallelRun(dims, devices, node_id=executing_node_id(), request=request, ray_address=ray_address)
     parallel = attach_run(model, run, ParallelPatcher)
     parallel.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING, _KEY, _note_size)
     if dims.cfg > 1:
@@ -135,8 +138,9 @@ def check_degrees(
     ulysses_degree: int,
     ring_degree: int = 1,
     tensor_parallel_degree: int = 1,
+    ray_address: str = "",
 ) -> tuple[ParallelDims, tuple[str, ...]]:
-    """Return degrees and devices if they fit this machine.
+    """Return degrees and devices if they fit this machine, or could fit a cluster (which is not asked yet).
 
     Raises:
         RequestError: Otherwise, with the numbers and what would fit.
@@ -154,7 +158,7 @@ def check_degrees(
                 limit="It is a number of GPUs, so a whole number",
                 way_out="Type a number, or connect an INT",
             )
-    devices = worker_devices(gpus)
+    devices = worker_devices(gpus) if ray_address == "" else cluster_devices(gpus, ray_address)
     dims = ParallelDims(cfg=cfg_degree, tp=tensor_parallel_degree, ring=ring_degree, ulysses=ulysses_degree)
     dims.validate(num_gpus=gpus)
     return dims, devices

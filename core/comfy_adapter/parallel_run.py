@@ -36,6 +36,7 @@ class ParallelRun:
         devices: Device of each rank.
         node_id: The node that shows what the GPUs do, if any.
         request: What was asked of the workers' VRAM.
+        ray_address: Of the cluster that runs them; "": this machine does.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class ParallelRun:
         *,
         node_id: str | None = None,
         request: StreamRequest | None = None,
+        ray_address: str = "",
     ) -> None:
         self.dims = dims
         self.devices = devices
+        self.ray_address = ray_address
         self.request = request or StreamRequest()
         # ComfyUI's estimate for one evaluation of the sampling that begins; 0: not known.
         self.compute_bytes = 0
@@ -74,21 +77,26 @@ class ParallelRun:
             force_cast: Cast weights to the input's dtype in every layer (ModelComputeDtype).
         """
         needs = check_room(
-            model, self.dims, self.devices, request=self.request, compute_bytes=self.compute_bytes
+            model,
+            self.dims,
+            self.devices,
+            request=self.request,
+            compute_bytes=self.compute_bytes,
+            ray_address=self.ray_address,
         )
-        group = acquire_group(self.dims, self.devices)
+        group = acquire_group(self.dims, self.devices, self.ray_address)
         self.token = model_token(model)
         load_model(group, model, patches, patches_uuid, force_cast=force_cast, needs=needs)
         self.readout.begin(model)
 
     def loaded_bytes(self) -> int:
         """Return the bytes of weights that each worker holds now."""
-        group = current_group(self.dims, self.devices)
+        group = current_group(self.dims, self.devices, self.ray_address)
         return 0 if group is None or self.token is None else group.loaded_bytes(self.token)
 
     def end_sampling(self) -> None:
         """Let go of what was kept for one sampling."""
-        group = current_group(self.dims, self.devices)
+        group = current_group(self.dims, self.devices, self.ray_address)
         if group is not None and self.token is not None:
             group.end_sampling(self.token)
             self.readout.end()
@@ -148,7 +156,7 @@ class ParallelRun:
             self._free_branches.put(branch)
 
     def _group(self) -> WorkerGroup:
-        group = current_group(self.dims, self.devices)
+        group = current_group(self.dims, self.devices, self.ray_address)
         if group is None and (reason := lost_because()) is not None:
             raise WorkerError(f"the workers are gone: {reason} Queue the prompt again to start new ones.")
         if group is None or self.token not in group.loaded:

@@ -38,6 +38,7 @@ def sample_parallel(
     denoise: float,
     ring_degree: int = 1,
     tensor_parallel_degree: int = 1,
+    ray_address: str = "",
 ) -> dict[str, Any]:
     """Return the sampled LATENT; every argument means what it means in KSampler.
 
@@ -54,6 +55,7 @@ def sample_parallel(
         ulysses_degree=ulysses_degree,
         ring_degree=ring_degree,
         tensor_parallel_degree=tensor_parallel_degree,
+        ray_address=ray_address,
     )
     import nodes  # ComfyUI's; imported late, because it pulls in every core node
 

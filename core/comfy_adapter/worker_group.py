@@ -11,7 +11,7 @@ import torch
 from ..errors import WorkerError
 from ..parallel import ParallelDims, largest_rank_bytes
 from ..plans import find_plan
-from ..workers import WorkerPool
+from ..workers import RankEngine
 from .host_weights import HostWeights
 from .model_export import class_path, describe_model
 from .patch_messages import encode_patches
@@ -39,7 +39,8 @@ class WorkerGroup:
 
     dims: ParallelDims
     devices: tuple[str, ...]
-    pool: WorkerPool
+    pool: RankEngine
+    ray_address: str = ""
     loaded: dict[int, _Loaded] = field(default_factory=dict)
 
     def branch_ranks(self, branch: int) -> list[int]:
@@ -134,19 +135,21 @@ class WorkerGroup:
     def _send_model(self, token: int, model: Any, weights: HostWeights, needs: ModelNeeds) -> None:
         description = describe_model(model)
         free = self.pool.call("free_memory", poll=check_interrupt)
-        room = weight_room(needs, free, self.devices)
+        room = weight_room(needs, free, self.pool.device_names)
         stream = (
             None if room is None else {"room_bytes": room, "prefetch_depth": needs.request.prefetch_depth}
         )
-        self.loaded[token] = _Loaded(num_bytes=needs.weight_bytes, streams=stream is not None)
         message = {"token": token, "description": description, "arenas": weights.handles(), "stream": stream}
+        self.pool.send_ahead(message, poll=check_interrupt)
+        call = self.pool.submit("load", message)
+        self.loaded[token] = _Loaded(num_bytes=needs.weight_bytes, streams=stream is not None)
         # If the user cancels, the workers still finish loading, and the next prompt finds it done.
-        self._note_held(token, self.pool.call("load", message, poll=check_interrupt))
+        self._note_held(token, call.wait(poll=check_interrupt))
 
     def _fit(self, token: int, needs: ModelNeeds) -> None:
         """Let a streamed model have what is free now; a larger picture leaves less."""
         free = self.pool.call("free_memory", {"token": token}, poll=check_interrupt)
-        room = weight_room(needs, free, self.devices)
+        room = weight_room(needs, free, self.pool.device_names)
         payload = {"token": token, "room_bytes": needs.weight_bytes if room is None else room}
         self._note_held(token, self.pool.call("fit", payload, poll=check_interrupt))
 

@@ -76,19 +76,20 @@ def load_model(
     group.patch(token, patches, patches_uuid, force_cast=force_cast)
 
 
-def acquire_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup:
-    """Return the running group of these degrees and devices, starting it if need be.
+def acquire_group(dims: ParallelDims, devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup:
+    """Return the running group of these degrees, devices and cluster, starting it if need be.
 
     Raises:
+        RequestError: If the cluster cannot run them.
         WorkerError: If a worker does not start; then none is left running.
     """
     global _current, _lost_because, _unloader
     with _lock:
-        if _current is not None and not _matches(_current, dims, devices):
+        if _current is not None and not _matches(_current, dims, devices, ray_address):
             _close_group()
         if _current is None:
-            pool = start_pool(dims, devices, again=_lost_because is not None)
-            _current, _lost_because = WorkerGroup(dims, devices, pool), None
+            pool = start_pool(dims, devices, ray_address=ray_address, again=_lost_because is not None)
+            _current, _lost_because = WorkerGroup(dims, devices, pool, ray_address), None
         if _unloader is None:
             _unloader = threading.Thread(target=_unload_dead_models, name="ferry-unload", daemon=True)
             _unloader.start()
@@ -102,6 +103,7 @@ def check_room(
     *,
     request: StreamRequest,
     compute_bytes: int,
+    ray_address: str = "",
 ) -> ModelNeeds:
     """Refuse a model that host or GPUs cannot hold, before a worker is started for it.
 
@@ -111,6 +113,7 @@ def check_room(
         devices: Device of each worker.
         request: What was asked of the workers' VRAM.
         compute_bytes: VRAM that one evaluation is estimated to take, 0 if that is not known.
+        ray_address: Of the cluster that runs the workers; its nodes are asked once they are connected.
 
     Returns:
         What it needs of a worker's GPU.
@@ -118,7 +121,7 @@ def check_room(
     Raises:
         RequestError: With what is needed and what there is.
     """
-    running = current_group(dims, devices) is not None
+    running = ray_address != "" or current_group(dims, devices) is not None
     check_host(model, devices, shared=model in _weights, running=running)
     needs = model_needs(
         model, worker_bytes(model, dims), request, tensor_degree=dims.tp, compute_bytes=compute_bytes
@@ -127,10 +130,11 @@ def check_room(
     return needs
 
 
-def current_group(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerGroup | None:
-    """Return the running group of these degrees and devices, or None."""
+def current_group(dims: ParallelDims, devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup | None:
+    """Return the running group of these degrees, devices and cluster, or None."""
     with _lock:
-        return _current if _current is not None and _matches(_current, dims, devices) else None
+        fits = _current is not None and _matches(_current, dims, devices, ray_address)
+        return _current if fits else None
 
 
 def close_workers() -> None:
@@ -210,5 +214,6 @@ def _token(model: Any) -> int:
         return _tokens[model]
 
 
-def _matches(group: WorkerGroup, dims: ParallelDims, devices: tuple[str, ...]) -> bool:
-    return group.pool.alive and group.dims == dims and group.devices == devices
+def _matches(group: WorkerGroup, dims: ParallelDims, devices: tuple[str, ...], ray_address: str) -> bool:
+    asked = (dims, devices, ray_address)
+    return group.pool.alive and (group.dims, group.devices, group.ray_address) == asked

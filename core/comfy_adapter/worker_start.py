@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import comfy
@@ -12,29 +14,45 @@ import comfy.model_management
 from ..errors import WorkerError
 from ..log import get_logger
 from ..parallel import ParallelDims
-from ..workers import WorkerPool, WorkerSpec
+from ..workers import ClusterPool, ClusterSpec, RankEngine, WorkerPool, WorkerSpec
 from .model_export import comfyui_arguments
 from .worker_notices import WorkerNotice, loss_notice
 
 _log = get_logger("workers")
 
 
-def start_pool(dims: ParallelDims, devices: tuple[str, ...], *, again: bool) -> WorkerPool:
+# The environment variable with which a cluster's node says where its ComfyUI lies.
+_PATH_VARIABLE = "COMFYUI_PATH"
+_VERSION_FILE = "comfyui_version.py"
+# ComfyUI refuses a folder that does not exist; those of this machine mean nothing on another one.
+_FOLDER_OPTION = re.compile(r"--[a-z-]*(directory|root|config|url|path)(=|$)")
+
+
+def start_pool(
+    dims: ParallelDims, devices: tuple[str, ...], *, again: bool, ray_address: str = ""
+) -> RankEngine:
     """Start one worker a device, or none; Cancel ends the start.
 
     Args:
         dims: Their degrees.
         devices: Their devices.
         again: Whether others were lost before.
+        ray_address: Of the cluster that they are to run on; "": on this machine.
 
     Raises:
+        RequestError: If the cluster cannot run them.
         WorkerError: If a worker does not start; then none is left running.
     """
     _log.info("starting %d workers on %s", len(devices), ", ".join(devices))
     WorkerNotice("starting", len(devices)).send()
     start_s = time.monotonic()
     try:
-        pool = WorkerPool.start(_spec(dims, devices), poll=check_interrupt)
+        if ray_address:
+            pool = ClusterPool.start(
+                _cluster_workers(dims, devices), _cluster(ray_address), poll=check_interrupt
+            )
+        else:
+            pool = WorkerPool.start(_spec(dims, devices), poll=check_interrupt)
     except WorkerError as error:
         loss_notice(str(error), len(devices)).send()
         raise
@@ -48,12 +66,44 @@ def check_interrupt() -> None:
     comfy.model_management.throw_exception_if_processing_interrupted()
 
 
+def _comfyui_root() -> str:
+    return str(Path(next(iter(comfy.__path__))).resolve().parent)
+
+
+def _cluster(ray_address: str) -> ClusterSpec:
+    root = _comfyui_root()
+    return ClusterSpec(
+        ray_address,
+        path_variables={root: _PATH_VARIABLE},
+        same_files={"ComfyUI": (root, _VERSION_FILE)},
+    )
+
+
+def _cluster_workers(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerSpec:
+    """Return the workers for a cluster, without the folders of this machine."""
+    arguments = comfyui_arguments()
+    arguments["argv"] = without_folders(arguments["argv"])
+    return replace(_spec(dims, devices), setup_args={"arguments": arguments, "dims": asdict(dims)})
+
+
+def without_folders(argv: Sequence[str]) -> list[str]:
+    """Return a ComfyUI command line without the options that name folders and files of this machine."""
+    kept: list[str] = []
+    skipping = False
+    for word in argv:
+        if word.startswith("--"):
+            skipping = _FOLDER_OPTION.match(word) is not None
+        if not skipping:
+            kept.append(word)
+    return kept
+
+
 def _spec(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerSpec:
-    comfyui_root = Path(next(iter(comfy.__path__))).resolve().parent
+    on_cpu = devices[0] == "cpu"
     return WorkerSpec(
         devices=devices,
-        backend="gloo" if devices[0] == "cpu" else "nccl",
+        backend="gloo" if on_cpu else "nccl",
         setup="core.comfy_adapter.jobs",
         setup_args={"arguments": comfyui_arguments(), "dims": asdict(dims)},
-        import_paths=(str(comfyui_root),),
+        import_paths=(_comfyui_root(),),
     )

@@ -48,6 +48,11 @@ class RankEngine(abc.ABC):
         """Whether calls are taken."""
 
     @property
+    def device_names(self) -> tuple[str, ...]:
+        """What messages call each rank's device."""
+        return tuple(str(device) for device in self.spec.devices)
+
+    @property
     def ended_because(self) -> str | None:
         """Why the pool takes no more calls, in a sentence; None while it does, as far as is known."""
         return self._calls.ended_because
@@ -114,6 +119,22 @@ class RankEngine(abc.ABC):
             alike=alike,
         )
         return pending.wait(poll=poll)
+
+    def send_ahead(  # noqa: B027 - what most pools need is nothing
+        self, payload: Mapping[str, Any], *, poll: Callable[[], object] | None = None
+    ) -> None:
+        """Bring the shared files of a coming call's payload to where the ranks are.
+
+        A call does it too, but cannot be cancelled meanwhile. On one machine there is nothing to bring.
+
+        Args:
+            payload: For all ranks.
+            poll: Called regularly; what it raises ends the sending, which goes on from there next time.
+
+        Raises:
+            RequestError: If a machine has no memory for them.
+            WorkerError: If the pool is lost.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

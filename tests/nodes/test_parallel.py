@@ -31,11 +31,12 @@ def validate(monkeypatch):
     class Source(io.ComfyNode):
         @classmethod
         def define_schema(cls):
-            return io.Schema(node_id="Source", category="", outputs=[io.Model.Output(), io.Int.Output()])
+            outputs = [io.Model.Output(), io.Int.Output(), io.String.Output()]
+            return io.Schema(node_id="Source", category="", outputs=outputs)
 
         @classmethod
         def execute(cls):
-            return io.NodeOutput(None, 2)
+            return io.NodeOutput(None, 2, "auto")
 
     monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "FerryParallelModel", node())
     monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "Source", Source)
@@ -60,9 +61,9 @@ def test_schema():
     schema = node().define_schema()
     schema.validate()
     # Last and optional: workflows and prompts saved before they existed do not bring them.
-    optional = ["ring_degree", "tensor_parallel_degree"]
+    optional = ["ring_degree", "tensor_parallel_degree", "ray_address"]
     assert [entry.id for entry in schema.inputs] == ["model", *FITS, *optional]
-    assert all(entry.optional for entry in schema.inputs[-2:])
+    assert all(entry.optional for entry in schema.inputs[-3:])
     assert all(entry.tooltip for entry in schema.inputs)
     assert node().GET_SCHEMA().node_id == "FerryParallelModel"
 
@@ -78,6 +79,11 @@ def test_schema():
         FITS | {"gpus": 8, "ring_degree": ["1", 1]},
         FITS | {"gpus": 8, "tensor_parallel_degree": 2},
         FITS | {"gpus": 8, "ring_degree": 1, "tensor_parallel_degree": ["1", 1]},
+        FITS | {"ray_address": ""},
+        # More than this machine has; a cluster is asked once the prompt runs.
+        {"gpus": 64, "cfg_degree": 2, "ulysses_degree": 32, "ray_address": "10.0.0.1:6379"},
+        {"gpus": 64, "cfg_degree": 2, "ulysses_degree": 32, "ray_address": "auto"},
+        {"gpus": 64, "cfg_degree": 2, "ulysses_degree": 32, "ray_address": ["1", 2]},
     ],
 )
 def test_what_fits_is_accepted(validate, values):
@@ -98,6 +104,8 @@ def test_what_fits_is_accepted(validate, values):
         ({"tensor_parallel_degree": 0}, "tensor_parallel_degree=0 was asked"),
         ({"gpus": "many"}, "many"),
         ({"gpus": None}, "gpus"),
+        ({"ray_address": "ray://10.0.0.1:10001"}, "host:port as"),
+        ({"ray_address": "auto", "gpus": 8}, "Set gpus to 4"),
         ({"gpus": True, "cfg_degree": 3}, "Set gpus to 6, or change a degree"),
     ],
     ids=str,

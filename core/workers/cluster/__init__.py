@@ -5,7 +5,7 @@ weights included, go over a connection of our own from this process to each agen
 ``stream``). Nothing here imports ray but ``ray_driver``, which is a process of its own.
 """
 
-from .driver_process import check_address
+from .addresses import check_address
 from .pool import ClusterPool
 from .spec import ClusterSpec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -16,49 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import RequestError, WorkerError
+from ...errors import WorkerError
 from ..report import describe_exit, log_tail
 
 _SCRIPT = Path(__file__).with_name("ray_driver.py")
 _CLOSE_S = 4.0
-_REACH_S = 3.0
 _POLL_S = 0.05
 # They mean nothing to the driver; the rest (RAY_AUTH_MODE and the like) does.
 _CLEARED = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
-def check_address(address: str) -> None:
-    """Refuse an address at which no cluster can be, before any process is started for it.
-
-    Args:
-        address: ``host:port`` of the head's GCS, or ``auto``.
-
-    Raises:
-        RequestError: If Ray is not installed, the address is malformed, or nothing answers there.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise RequestError(
-            f"ray_address={address!r} was asked",
-            limit="Ray is not installed in this Python",
-            way_out="Install the pack's extra: pip install 'comfyui-ferry[cluster]', or pip install ray",
-        )
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise RequestError(
-            f"ray_address={address!r} was asked",
-            limit="It is host:port as `ray start --head` prints it, or auto (ray:// addresses are not taken)",
-            way_out="Write for example 192.168.1.10:6379, or leave it empty to use this machine alone",
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-    except OSError as error:
-        raise RequestError(
-            f"ray_address={address!r} was asked",
-            limit=f"Nothing answers there ({error})",
-            way_out="Check the address, the firewall, and that `ray start --head` runs on that machine",
-        ) from error
 
 
 class DriverProcess:

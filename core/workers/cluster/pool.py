@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...errors import WorkerError
@@ -14,7 +13,8 @@ from ..calls import PendingCall
 from ..engine import RankEngine
 from ..protocol import PayloadEncoder
 from ..spec import WorkerSpec
-from .driver_process import DriverProcess, check_address
+from .addresses import check_address, find_cluster
+from .driver_process import DriverProcess
 from .file_copies import FileCopies
 from .joining import Joining
 from .node_link import NodeLink
@@ -31,7 +31,6 @@ class ClusterPool(RankEngine):
         self._links = links
         self._files = FileCopies(links)
         self._watch = ClusterWatch(links, driver, self._calls, spec.deadlines, self._files.drop_dead)
-        self._mine = threading.local()
         self._finalizer = weakref.finalize(self, self._watch.close)
         self._watch.start()
 
@@ -55,6 +54,7 @@ class ClusterPool(RankEngine):
         """
         PayloadEncoder().encode(dict(spec.setup_args), "setup_args")
         check_address(cluster.address)
+        cluster = replace(cluster, address=find_cluster(cluster.address))
         until = time.monotonic() + spec.deadlines.start_s
         driver = DriverProcess()
         try:
@@ -85,24 +85,11 @@ class ClusterPool(RankEngine):
         """Address and ranks of each node."""
         return tuple((link.share.address, link.share.ranks) for link in self._links)
 
-    def call(
-        self,
-        job: str,
-        payload: Mapping[str, Any] | None = None,
-        *,
-        payloads_by_rank: Mapping[int, Mapping[str, Any]] | None = None,
-        ranks: Sequence[int] | None = None,
-        deadline_s: float | None = None,
-        poll: Callable[[], object] | None = None,
-    ) -> dict[int, Any]:
-        """Submit a call and wait for it; ``poll`` is called while weights go to the nodes as well."""
-        self._mine.poll = poll
-        try:
-            return super().call(
-                job, payload, payloads_by_rank=payloads_by_rank, ranks=ranks, deadline_s=deadline_s, poll=poll
-            )
-        finally:
-            self._mine.poll = None
+    def send_ahead(self, payload: Mapping[str, Any], *, poll: Callable[[], object] | None = None) -> None:
+        """Bring the shared files of a coming call's payload to every node."""
+        encoder = PayloadEncoder()
+        encoder.encode(dict(payload), "payload")
+        self._files.bring(encoder.files, self._links, poll)
 
     def close(self) -> None:
         """Stop the workers and leave the cluster; open calls end with an error. May be called again."""
@@ -141,7 +128,7 @@ class ClusterPool(RankEngine):
                 contents.append(encoder.encode(dict(payload), "payload"))
         index = {rank: places[id(payload)] for rank, payload in payloads.items()}
         links = [link for link in self._links if any(rank in index for rank in link.share.ranks)]
-        numbers = self._files.bring(encoder.files, links, getattr(self._mine, "poll", None))
+        numbers = self._files.bring(encoder.files, links, None)
         buffer = write_payloads(encoder)
         with self._order:
             call = self._calls.open(job, list(payloads), deadline_s)
