@@ -19,7 +19,7 @@ export function button(text, title, onclick) {
     cursor: "pointer",
     font: "inherit",
   };
-  return element("button", { type: "button", textContent: text, title, onclick, style });
+  return element("button", { type: "button", className: "ferry-button", textContent: text, title, onclick, style });
 }
 
 /** Put `content` on a node as its last widget; it is part of neither workflow nor prompt. */
@@ -46,6 +46,49 @@ function fit(node) {
   const [width, height] = node.computeSize();
   node.setSize([Math.max(width, node.size[0]), Math.max(height, node.size[1])]);
 }
+
+/** Call `update` whenever one of the named widgets, a link or the whole node changes. */
+export function watchWidgets(node, names, update) {
+  for (const widget of node.widgets ?? []) {
+    if (names.includes(widget.name)) callAfter(widget, "callback", update);
+  }
+  for (const name of ["onConfigure", "onConnectionsChange"]) callAfter(node, name, () => queueMicrotask(update));
+}
+
+/** Call `action` once the node is taken off the canvas. */
+export function onRemoved(node, action) {
+  callAfter(node, "onRemoved", action);
+}
+
+/** Keep `panel` in the map `panels` under the node's id while it is on the canvas. */
+export function keepById(panels, node, panel) {
+  const keep = () => panels.set(String(node.id), panel);
+  callAfter(node, "onAdded", keep);
+  callAfter(node, "onConfigure", keep);
+  onRemoved(node, () => panels.delete(String(node.id)));
+}
+
+/** Return the panel of the node that the server calls `id`; inside subgraphs that is a path such as "5:3". */
+export function findById(panels, id) {
+  return panels.get(String(id)) ?? panels.get(String(id).split(":").at(-1));
+}
+
+function callAfter(owner, name, action) {
+  const before = owner[name];
+  owner[name] = function (...values) {
+    const result = before?.apply(this, values);
+    action();
+    return result;
+  };
+}
+
+// Where the keyboard is has to be seen in both themes.
+document.head.append(
+  element("style", {
+    textContent: `.ferry-gpu:focus-visible, .ferry-button:focus-visible
+      { outline: 2px solid var(--input-text); outline-offset: 1px; }`,
+  }),
+);
 
 /** The style of a panel's outermost element. */
 export const PANEL_STYLE = {
