@@ -81,7 +81,7 @@ def family_inputs() -> list[Any]:
             max=1024.0,
             step=0.1,
             tooltip="GB of VRAM that the training may take on each GPU: more keeps more weights there and is "
-            "faster. 0: auto, what is free.",
+            "faster. 0: auto, the budget in Settings > Ferry if one is set there, else what is free.",
         ),
         extra(
             io.Float,
@@ -91,6 +91,6 @@ def family_inputs() -> list[Any]:
             max=65536.0,
             step=0.1,
             tooltip="GB of RAM that the model's weights may take; more is refused before anything runs. 0: "
-            "no limit.",
+            "auto, the budget in Settings > Ferry if one is set there, else no limit.",
         ),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,30 @@ _DRAWN = """canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, c
 _PANEL_INSIDE = """() => { const node = app.graph._nodes[0];
     const panel = node.widgets.find(widget => widget.type === 'ferry_panel');
     return panel.y + panel.computedHeight <= node.size[1] + 1; }"""
+_VALUES = """id => Object.fromEntries(app.graph.getNodeById(id).widgets
+    .filter(widget => widget.type !== 'ferry_panel').map(({name, value}) => [name, value]))"""
+_UNUSED = {"ring_degree": 1, "tensor_parallel_degree": 1}
+_NO_SETTINGS = {"Ferry.Gpus": [], "Ferry.VramBudgetGb": 0, "Ferry.RamBudgetGb": 0}
 _SAVED_WIDGETS = "() => app.graph.serialize().nodes.map(node => node.widgets_values.length)"
+
+
+_TELL = "([event, detail]) => app.api.dispatchEvent(new CustomEvent(event, {detail}))"
+# What the server of a machine with four GPUs answers.
+_FOUR_GPUS = {
+    "kind": "cuda",
+    "devices": [{"index": index, "name": "H200", "memory_bytes": 150 * 10**9} for index in range(4)],
+    "chosen": [0, 1, 2, 3],
+}
+_MEASURED = {
+    "degrees": {"cfg": 2, "tp": 1, "ring": 1, "ulysses": 2},
+    "devices": [0, 1, 2, 3],
+    "ranks": [{"computes": 0.7, "waits": 0.12, "memory_bytes": 24 * 10**9}] * 4,
+    "evaluation_s": 0.33,
+    "exchange_share": 0.12,
+    "one_gpu_s": 1.1,
+    "ideal_speed_up": 4,
+    "speed_up": 3.33,
+}
 
 
 def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, screenshots: Path) -> None:
@@ -145,17 +169,94 @@ def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, scr
     page.evaluate(_SET, [node, "cfg_degree", 2])
     assert "gpus is 2, but the degrees multiply to 4" in shown.inner_text()
     page.screenshot(path=screenshots / "5_degrees.png")
-    page.evaluate("() => document.querySelector('.ferry-gpu-map button').click()")
-    assert (
-        page.evaluate(f"() => app.graph.getNodeById({node}).widgets.find(w => w.name === 'gpus').value") == 4
+    # By the keyboard: the fix, then the boxes in order.
+    page.locator(".ferry-gpu-map button").first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate(_VALUES, node) == {"gpus": 4, "cfg_degree": 2, "ulysses_degree": 2} | _UNUSED
+    boxes = page.locator(".ferry-gpu")
+    assert boxes.count() == 4
+    assert page.evaluate("() => document.activeElement.textContent") == boxes.first.inner_text().replace(
+        "\n", ""
     )
-    assert page.locator(".ferry-gpu").count() == 4
-    titles = page.locator(".ferry-gpu").evaluate_all("boxes => boxes.map(box => box.title)")
-    assert titles[1] == "CFG 1 of 2, Ulysses 2 of 2"
-    assert titles[2] == "CFG 2 of 2, Ulysses 1 of 2"
+    page.keyboard.press("Tab")
+    labels = boxes.evaluate_all("boxes => boxes.map(box => box.getAttribute('aria-label'))")
+    assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == labels[1]
+    assert "CFG 1 of 2, Ulysses 2 of 2" in labels[1]
+    assert "CFG 2 of 2, Ulysses 1 of 2" in labels[2]
+
+    page.evaluate(_TELL, ["ferry.parallel", _MEASURED | {"node_id": str(node), "running": True}])
+    figures = page.locator(".ferry-figures").inner_text()
+    assert "12 % of a call is communication. Speed-up 3.33 of ideally 4 (one GPU: 1.10 s)" in figures
+    assert "computes 70 % of the time, waits for other GPUs 12 %, holds 24.0 GB" in (
+        boxes.first.get_attribute("aria-label")
+    )
+    # They belong to other degrees than these, and an unknown speed-up is not made up.
+    page.evaluate(_SET, [node, "gpus", 2])
+    page.evaluate(_SET, [node, "cfg_degree", 1])
+    assert page.locator(".ferry-use").count() == 0
+    alone = {"degrees": {"cfg": 1, "tp": 1, "ring": 1, "ulysses": 2}, "one_gpu_s": None, "speed_up": None}
+    page.evaluate(_TELL, ["ferry.parallel", _MEASURED | alone | {"node_id": str(node), "ideal_speed_up": 2}])
+    assert "run once with gpus 1 to measure" in page.locator(".ferry-figures").inner_text()
     page.evaluate(_SET, [node, "ulysses_degree", 0])
     assert "A degree is 1 or more" in shown.inner_text()
+    page.evaluate(_SET, [node, "gpus", 64])
+    page.locator(".ferry-gpu-map button").first.click()
+    assert "A degree is 1 or more" not in shown.inner_text()
+    assert "but " in shown.inner_text()  # more than there are
+    page.locator(".ferry-gpu-map button").first.click()
+    fitted = page.evaluate(_VALUES, node)
+    assert fitted["gpus"] == fitted["ulysses_degree"] >= 8
     assert page.evaluate(_SAVED_WIDGETS) == [5]  # the map is no part of the workflow
+
+
+def test_settings_decide_what_auto_means_and_the_words_are_chinese(
+    page: Any, server: ComfyServer, screenshots: Path
+) -> None:
+    """On a machine that seems to have four GPUs; the server itself computes on the CPU."""
+    words = json.loads((PACK / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["ferry"]
+    page.route("**/ferry/machine", lambda route: route.fulfill(json=_FOUR_GPUS))
+    server.post("/settings", {"Comfy.Locale": "zh", "Comfy.ColorPalette": "light"})
+    try:
+        page.reload(wait_until="domcontentloaded")
+        page.wait_for_function(_READY, timeout=60_000)
+        page.wait_for_function(_UNCOVERED, timeout=60_000)
+        page.evaluate("() => app.graph.clear()")
+        node = page.evaluate(_ADD_NODE, "FerryParallelModel")
+        budgets = page.evaluate(_ADD_NODE, "FerryOffloadModel")
+        page.evaluate("id => { app.graph.getNodeById(id).pos = [400, 0]; }", budgets)
+        # A new node suits the machine.
+        assert page.evaluate(_VALUES, node) == {"gpus": 4, "cfg_degree": 1, "ulysses_degree": 4} | _UNUSED
+        assert page.evaluate("id => app.graph.getNodeById(id).title", node) == "并行模型"
+        assert words["VRAM: auto is whatever ComfyUI has free."] in page.locator(".ferry-budget").inner_text()
+        page.evaluate(_FIT_VIEW)
+        page.evaluate(
+            _TELL,
+            ["ferry.workers", {"kind": "out_of_memory", "workers": 4, "reason": "rank 1", "remedy": "-"}],
+        )
+        page.get_by_text("Ferry: GPU 显存不足").wait_for(timeout=10_000)
+        page.wait_for_timeout(500)
+        page.screenshot(path=screenshots / "7_chinese_light.png")
+        page.get_by_role("alert").get_by_role("button").first.click()
+
+        page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_text("Ferry", exact=True).first.click()
+        dialog.locator(".ferry-gpu-choice input").nth(1).check()
+        budget = dialog.get_by_role("spinbutton").first
+        budget.fill("7.5")
+        budget.press("Tab")
+        page.screenshot(path=screenshots / "8_settings.png")
+        page.keyboard.press("Escape")
+        page.wait_for_function("() => document.querySelector('.ferry-budget').textContent.includes('7.5')")
+        too_many = words["gpus is {gpus}, but {usable} can be used."].format(gpus=4, usable=1)
+        assert too_many in page.locator(".ferry-gpu-map").inner_text()
+        # The server goes by it, too.
+        until = time.monotonic() + 10
+        while (chosen := server.get("/ferry/machine")["chosen"]) != [1] and time.monotonic() < until:
+            time.sleep(0.1)
+        assert chosen == [1]
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en", "Comfy.ColorPalette": "dark"} | _NO_SETTINGS)
 
 
 def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: Path) -> None:

@@ -9,14 +9,19 @@ const BUDGETS = {
   vram_budget_gb: ["Ferry.VramBudgetGb", "VRAM"],
   ram_budget_gb: ["Ferry.RamBudgetGb", "RAM"],
 };
-const LINE_HEIGHT = { FerryOffloadModel: 44, FerryLoadDiffusionModelOffload: 58 };
+// What 0 means without a setting, and how high the lines are.
+const BUDGET_NODES = {
+  FerryOffloadModel: ["VRAM: auto is whatever ComfyUI has free.", "", 44],
+  FerryLoadDiffusionModelOffload: ["VRAM: auto is whatever ComfyUI has free.", "RAM: auto is the whole model.", 58],
+  FerryTrainLoraOffload: ["VRAM: auto is what is free.", "RAM: auto is no limit.", 58],
+};
 const GB = 1e9;
 
 function budgetSetting(id, what, tooltip) {
   return {
     id,
-    category: ["Ferry", "Memory", what],
-    name: `${what} budget for weights, in GB`,
+    category: ["Ferry", "Budgets", what],
+    name: `${what} budget, in GB`,
     tooltip,
     type: "number",
     defaultValue: 0,
@@ -31,17 +36,17 @@ app.registerExtension({
     budgetSetting(
       "Ferry.RamBudgetGb",
       "RAM",
-      "For offload nodes whose ram_budget_gb is 0 (auto). 0: no setting, the whole model is kept in RAM.",
+      "For nodes whose ram_budget_gb is 0 (auto). 0: no setting, the whole model is kept in RAM.",
     ),
     budgetSetting(
       "Ferry.VramBudgetGb",
       "VRAM",
-      "For offload nodes whose vram_budget_gb is 0 (auto). 0: no setting, whatever ComfyUI has free.",
+      "For nodes whose vram_budget_gb is 0 (auto). 0: no setting, whatever is free.",
     ),
     {
       id: GPUS_SETTING,
-      category: ["Ferry", "Parallel", "GPUs"],
-      name: "GPUs that parallel sampling may use",
+      category: ["Ferry", "Workers", "GPUs"],
+      name: "GPUs that workers may use",
       tooltip: "None chosen: all of them. A node's gpus says how many are used, the first of these first.",
       type: gpuChoice,
       defaultValue: [],
@@ -49,7 +54,7 @@ app.registerExtension({
     },
   ],
   nodeCreated(node) {
-    if (node.comfyClass in LINE_HEIGHT) addBudgetLine(node);
+    if (node.comfyClass in BUDGET_NODES) addBudgetLine(node);
   },
 });
 
@@ -81,7 +86,7 @@ function gpuChoice(name, setter, value) {
 function addBudgetLine(node) {
   const content = element("div", { className: "ferry-budget", style: { ...PANEL_STYLE, whiteSpace: "pre-line" } });
   content.setAttribute("role", "status");
-  addPanel(node, "ferry_budget", content, LINE_HEIGHT[node.comfyClass]);
+  addPanel(node, "ferry_budget", content, BUDGET_NODES[node.comfyClass][2]);
   const update = () => (content.textContent = describeBudgets(node));
   watchWidgets(node, Object.keys(BUDGETS), update);
   onRemoved(node, onMachineChange(update));
@@ -89,14 +94,14 @@ function addBudgetLine(node) {
 }
 
 function describeBudgets(node) {
+  const [freeVram, freeRam] = BUDGET_NODES[node.comfyClass];
   const lines = [];
   for (const [name, [setting, what]] of Object.entries(BUDGETS)) {
     const widget = node.widgets?.find((found) => found.name === name);
     if (!widget || Number(widget.value) !== 0) continue;
     const gb = app.ui.settings.getSettingValue(setting);
-    if (gb) lines.push(say("{what}: auto is {gb} GB, by Settings > Ferry.", { what, gb }));
-    else if (what === "VRAM") lines.push(say("VRAM: auto is whatever ComfyUI has free."));
-    else lines.push(say("RAM: auto is the whole model."));
+    if (gb) lines.push(say("{what}: auto is {gb} GB, by Settings > Ferry.", { what: say(what), gb }));
+    else lines.push(say(what === "VRAM" ? freeVram : freeRam));
   }
   return lines.join("\n");
 }
