@@ -1,9 +1,11 @@
-// The panels' words in the language that ComfyUI shows: `locales/<language>/main.json`, under "ferry".
+// The pack's words in the language that ComfyUI shows: `locales/<language>`; the panels' stand in main.json, under
+// "ferry". ComfyUI translates nodes and settings itself, but its front-end 1.32 forgets the packs' texts when it
+// loads a language, so they are put in place here, too.
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 
-let words = {};
+let texts = {};
 
 app.registerExtension({
   name: "ComfyUI-Ferry.Language",
@@ -12,11 +14,34 @@ app.registerExtension({
     if (!answer.ok) return;
     const languages = await answer.json();
     const chosen = app.ui.settings.getSettingValue("Comfy.Locale") ?? navigator.language.split("-")[0];
-    words = languages[chosen]?.ferry ?? {};
+    texts = languages[chosen] ?? {};
+  },
+  addCustomNodeDefs(definitions) {
+    for (const [id, translated] of Object.entries(texts.nodeDefs ?? {})) {
+      if (id.startsWith("Ferry") && id in definitions) translateNode(definitions[id], translated);
+    }
   },
 });
 
+function translateNode(definition, translated) {
+  definition.display_name = translated.display_name;
+  definition.description = translated.description;
+  for (const inputs of Object.values(definition.input ?? {})) {
+    for (const [name, { tooltip }] of Object.entries(translated.inputs)) {
+      if (inputs?.[name]?.[1]) inputs[name][1].tooltip = tooltip;
+    }
+  }
+  for (const [place, { tooltip }] of Object.entries(translated.outputs ?? {})) {
+    if (definition.output_tooltips) definition.output_tooltips[place] = tooltip;
+  }
+}
+
+/** Return `{name, tooltip}` of a setting in the chosen language, {} if they are not translated. */
+export function settingTexts(id) {
+  return texts.settings?.[id.replaceAll(".", "_")] ?? {};
+}
+
 /** Return `template` in the chosen language, with each `{name}` replaced by its value. */
 export function say(template, values = {}) {
-  return (words[template] ?? template).replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
+  return (texts.ferry?.[template] ?? template).replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
 }

@@ -2,7 +2,7 @@
 
 import { app } from "../../../scripts/app.js";
 import { addPanel, element, onRemoved, PANEL_STYLE, watchWidgets } from "./dom.js";
-import { say } from "./language.js";
+import { say, settingTexts } from "./language.js";
 import { chooseGpus, GPUS_SETTING, knownMachine, machineError, onMachineChange, tellListeners } from "./machine.js";
 
 const BUDGETS = {
@@ -30,29 +30,34 @@ function budgetSetting(id, what, tooltip) {
   };
 }
 
+const SETTINGS = [
+  budgetSetting(
+    "Ferry.RamBudgetGb",
+    "RAM",
+    "For nodes whose ram_budget_gb is 0 (auto). 0: no setting, the whole model is kept in RAM.",
+  ),
+  budgetSetting(
+    "Ferry.VramBudgetGb",
+    "VRAM",
+    "For nodes whose vram_budget_gb is 0 (auto). 0: no setting, whatever is free.",
+  ),
+  {
+    id: GPUS_SETTING,
+    category: ["Ferry", "Workers", "GPUs"],
+    name: "GPUs that workers may use",
+    tooltip: "None chosen: all of them. A node's gpus says how many are used, the first of these first.",
+    type: gpuChoice,
+    defaultValue: [],
+    onChange: chooseGpus,
+  },
+];
+
 app.registerExtension({
   name: "ComfyUI-Ferry.Settings",
-  settings: [
-    budgetSetting(
-      "Ferry.RamBudgetGb",
-      "RAM",
-      "For nodes whose ram_budget_gb is 0 (auto). 0: no setting, the whole model is kept in RAM.",
-    ),
-    budgetSetting(
-      "Ferry.VramBudgetGb",
-      "VRAM",
-      "For nodes whose vram_budget_gb is 0 (auto). 0: no setting, whatever is free.",
-    ),
-    {
-      id: GPUS_SETTING,
-      category: ["Ferry", "Workers", "GPUs"],
-      name: "GPUs that workers may use",
-      tooltip: "None chosen: all of them. A node's gpus says how many are used, the first of these first.",
-      type: gpuChoice,
-      defaultValue: [],
-      onChange: chooseGpus,
-    },
-  ],
+  settings: SETTINGS,
+  setup() {
+    for (const setting of SETTINGS) Object.assign(setting, settingTexts(setting.id));
+  },
   nodeCreated(node) {
     if (node.comfyClass in BUDGET_NODES) addBudgetLine(node);
   },
