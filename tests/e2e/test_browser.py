@@ -37,11 +37,13 @@ _DROP = """([name, text]) => {
 }"""
 _LISTEN = """() => {
     window.ferryEvents = [];
-    for (const kind of ['progress', 'executed', 'execution_success', 'execution_error'])
+    for (const kind of ['progress', 'executed', 'execution_success', 'execution_error', 'ferry.workers'])
         app.api.addEventListener(kind, event => window.ferryEvents.push({kind, detail: event.detail}));
 }"""
 _PICTURES = """() => Object.fromEntries(app.graph._nodes.filter(n => n.type === 'SaveImage').map(n =>
     [n.widgets.find(w => w.name === 'filename_prefix').value, app.nodeOutputs[n.id]?.images?.[0]]))"""
+_MAP_TEXT = """() => app.graph._nodes.find(node => node.type === 'FerryParallelSampler')
+    .widgets.find(widget => widget.name === 'ferry_gpu_map').element.textContent"""
 _FIT_VIEW = "() => app.extensionManager.command.execute('Comfy.Canvas.FitView')"
 # While the page starts, a mask over everything swallows clicks; its animation has to end.
 _UNCOVERED = "() => !document.querySelector('.p-blockui-mask, .p-progressspinner')"
@@ -105,6 +107,12 @@ def test_drop_the_workflow_press_run_see_the_picture(
     page.evaluate(_FIT_VIEW)
     page.wait_for_timeout(1500)
     page.screenshot(path=screenshots / "3_done.png")
+
+    assert "s an evaluation of the model" in page.evaluate(_MAP_TEXT)
+    told = page.evaluate(
+        "() => window.ferryEvents.filter(e => e.kind === 'ferry.workers').map(e => e.detail.kind)"
+    )
+    assert told == ["starting", "started"]
 
     shown = page.evaluate(_PICTURES)
     assert set(shown) == {"ferry/with_lora", "ferry/without_lora"}

@@ -7,8 +7,9 @@ import sys
 import types
 
 import pytest
-from comfyui_ferry.core.comfy_adapter import devices, user_settings
+from comfyui_ferry.core.comfy_adapter import devices, fill_auto, user_settings
 from comfyui_ferry.core.errors import RequestError
+from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = [pytest.mark.comfy]
 
@@ -48,6 +49,19 @@ def test_a_cached_node_runs_again_only_if_its_auto_means_something_else(write):
     chosen = user_settings.settings_version("gpus")
     write(Gpus=[0])
     assert user_settings.settings_version("gpus") != chosen
+
+
+def test_a_training_that_offloads_takes_the_budgets_and_says_so(write):
+    model = PATCHERS["wan"].build()
+    asked = {"rank": 4, "alpha": 4.0, "learning_rate": 1e-4, "targets": "", "loss_function": "auto"}
+    write(VramBudgetGb=8)
+    filled = fill_auto(model, asked | {"offload": True})
+    assert (filled.values["vram_budget_gb"], filled.values["ram_budget_gb"]) == (8.0, 0.0)
+    assert "8 GB of VRAM (Settings > Ferry)" in filled.plan
+    own = fill_auto(model, asked | {"offload": True, "vram_budget_gb": 3.0})
+    assert own.values["vram_budget_gb"] == 3.0
+    assert "Settings" not in own.plan
+    assert fill_auto(model, asked | {"offload": False}).values["vram_budget_gb"] == 0.0
 
 
 @pytest.mark.parametrize("value", [-1, "8", True, float("inf"), [8]])
