@@ -76,10 +76,8 @@ def panel_texts() -> set[str]:
         source = file.read_text(encoding="utf-8")
         texts |= set(re.findall(r'\bsay\(\s*"([^"]+)"', source))
         texts |= set(re.findall(r'\btext: "([^"]+)"', source))
-        for table in re.findall(
-            r"^(?:export )?const (?:AXES|KINDS|BUDGETS|BUDGET_NODES) = (.*?);$", source, re.M | re.S
-        ):
-            texts |= {text for text in re.findall(r'"([^"]+)"', table) if re.match(r"[{A-Z]|tensor", text)}
+        for table in TABLE.findall(source):
+            texts |= {text for text in re.findall(r'"([^"]+)"', table) if re.match(r"[{A-Z]|tensor ", text)}
     return texts
 
 
