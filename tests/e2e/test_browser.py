@@ -251,8 +251,10 @@ def test_settings_decide_what_auto_means_and_the_words_are_chinese(
         dialog.get_by_text("Ferry", exact=True).first.click()
         dialog.locator(".ferry-gpu-choice input").nth(1).check()
         budget = dialog.get_by_role("spinbutton").first
-        budget.fill("7.5")
-        budget.press("Tab")
+        budget.click()
+        page.keyboard.press("Control+A")
+        page.keyboard.type("7.5")
+        page.keyboard.press("Tab")
         page.screenshot(path=screenshots / "8_settings.png")
         page.keyboard.press("Escape")
         page.wait_for_function("() => document.querySelector('.ferry-budget').textContent.includes('7.5')")
