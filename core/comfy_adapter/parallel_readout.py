@@ -52,7 +52,7 @@ class ParallelReadout:
         parameter = next(iter(module.parameters()), None)
         config = getattr(getattr(model, "model_config", None), "unet_config", None)
         dtype = None if parameter is None else parameter.dtype
-        self._model = (class_path(module), str(config), str(dtype), self._devices[0] == "cpu")
+        self._model = (class_path(module), str(config), str(dtype), self._devices[0][:3])  # cpu, GPU, cluster
         self._has_news = False
         self.meter.begin()
 

@@ -140,7 +140,7 @@ _PANEL_INSIDE = """() => { const node = app.graph._nodes[0];
     return panel.y + panel.computedHeight <= node.size[1] + 1; }"""
 _VALUES = """id => Object.fromEntries(app.graph.getNodeById(id).widgets
     .filter(widget => widget.type !== 'ferry_panel').map(({name, value}) => [name, value]))"""
-_UNUSED = {"ring_degree": 1, "tensor_parallel_degree": 1}
+_UNUSED = {"ring_degree": 1, "tensor_parallel_degree": 1, "ray_address": ""}
 _NO_SETTINGS = {"Ferry.Gpus": [], "Ferry.VramBudgetGb": 0, "Ferry.RamBudgetGb": 0}
 _SAVED_WIDGETS = "() => app.graph.serialize().nodes.map(node => node.widgets_values.length)"
 
@@ -214,7 +214,7 @@ def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, scr
     page.locator(".ferry-gpu-map button").first.click()
     fitted = page.evaluate(_VALUES, node)
     assert fitted["gpus"] == fitted["ulysses_degree"] >= 8
-    assert page.evaluate(_SAVED_WIDGETS) == [5]  # the map is no part of the workflow
+    assert page.evaluate(_SAVED_WIDGETS) == [6]  # the map is no part of the workflow
 
 
 def test_settings_decide_what_auto_means_and_the_words_are_chinese(

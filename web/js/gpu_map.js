@@ -51,7 +51,7 @@ class GpuMap {
     this.content = element("div", { className: "ferry-gpu-map", style: PANEL_STYLE });
     addPanel(node, "ferry_gpu_map", this.content, PANEL_HEIGHT);
     const update = () => this.update();
-    watchWidgets(node, ["gpus", ...AXES.map(([name]) => name)], update);
+    watchWidgets(node, ["gpus", "ray_address", ...AXES.map(([name]) => name)], update);
     onRemoved(node, onMachineChange(update));
     update();
   }
@@ -74,8 +74,9 @@ class GpuMap {
     if (Object.values(degrees).includes(null)) {
       return [status(say("The degrees come by links and are checked when the prompt runs.")), ...this.figures(null)];
     }
-    if (machineError()) return [status(machineError(), true)];
-    const usable = usableGpus();
+    const onCluster = Boolean(this.node.widgets?.find(({ name }) => name === "ray_address")?.value);
+    if (machineError() && !onCluster) return [status(machineError(), true)];
+    const usable = onCluster ? null : usableGpus(); // Ray decides which ones; they are counted when it runs
     const problem = findProblem(degrees, usable && usable.length);
     if (problem) return [status(say(problem.text, problem.values), true), this.fixButtons(problem.fixes)];
     const measured = matches(this.measured, degrees) ? this.measured : null;
