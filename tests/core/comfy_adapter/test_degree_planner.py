@@ -94,3 +94,14 @@ def test_this_machine_is_described():
     assert machine.gpus == 2
     assert 1e8 < machine.linear_flops_per_s < 1e17 and 1e8 < machine.attention_flops_per_s < 1e17
     assert machine.memory_bytes > 2**20
+
+
+def test_measured_links_count_before_the_name_of_the_board(monkeypatch):
+    from comfyui_ferry.core.comfy_adapter import gpu_speed
+
+    pairs = [{"bytes_per_s": 40e9}, {"bytes_per_s": 18e9}]
+    monkeypatch.setattr(gpu_speed, "known_links", lambda devices: {"links": pairs})
+    assert gpu_speed._link_bytes_per_s(("GPU-a", "GPU-b")) == 18e9
+    monkeypatch.setattr(gpu_speed, "known_links", lambda devices: None)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda one, other: False)
+    assert gpu_speed._link_bytes_per_s(("GPU-a", "GPU-b")) == 7e9

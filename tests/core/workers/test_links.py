@@ -45,6 +45,17 @@ def test_a_good_answer_is_kept_for_other_processes_and_asked_again_on_demand(mon
     assert runs() == 3
 
 
+def test_what_is_known_is_told_without_a_probe(monkeypatch, tmp_path):
+    runs = script(monkeypatch, tmp_path, answer(links=[{"from": 0, "to": 1, "bytes_per_s": 2e10}]))
+    assert links.known_links(GPUS) is None
+    links.check_links(GPUS)
+    monkeypatch.setattr(links, "_known", {})
+    known = links.known_links(GPUS)
+    assert known is not None and known["links"][0]["bytes_per_s"] == 2e10
+    assert links.known_links(GPUS[::-1]) is None
+    assert runs() == 1
+
+
 def test_what_nccl_prints_when_it_is_asked_to_is_no_part_of_the_answer(monkeypatch, tmp_path):
     noise = "print('host:7:7 [0] NCCL INFO Bootstrap')"
     script(monkeypatch, tmp_path, f"{noise}\n{answer(nccl={'version': '2', 'right': True})}\n{noise}")
