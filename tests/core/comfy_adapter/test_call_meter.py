@@ -68,8 +68,17 @@ def test_the_use_of_each_gpu_is_that_since_the_last_reading():
 
 
 def test_what_cannot_be_seen_is_not_told():
-    meter = CallMeter(1, Clock())
+    clock = Clock()
+    meter = CallMeter(1, clock)
     meter.note({0: reply(1.0, None)})
+    assert meter.read().exchange_share is None
+    # The share is that of the calls which told; the waits of a time with others are not known.
+    clock.now_s += 10.0
+    meter.note({0: reply(2.0, 0.5)})
+    meter.note({0: reply(3.0, None)})
     usage = meter.read()
-    assert usage.exchange_share is None
+    assert usage.exchange_share == 0.25
     assert usage.ranks[0].waits is None
+    clock.now_s += 10.0
+    meter.note({0: reply(2.0, 1.0)})
+    assert meter.read().ranks[0].waits == pytest.approx(0.1)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 from comfyui_ferry.core.comfy_adapter import parallel_model as parallel_model_file
-from comfyui_ferry.core.comfy_adapter import parallel_readout, running_trainings, worker_notices, worker_start
+from comfyui_ferry.core.comfy_adapter import (
+    parallel_readout,
+    running_trainings,
+    worker_groups,
+    worker_notices,
+    worker_start,
+)
 from ferry_support.sampling import CFG_2, ULYSSES_2, parallel, sample
 from ferry_support.tiny_patchers import PATCHERS
 
@@ -48,6 +58,21 @@ def test_a_sampling_tells_what_was_measured_and_no_speed_up_before_one_gpu_was(e
     two = [data for event, data in events if event == parallel_readout.EVENT][-1]
     assert two["one_gpu_s"] == one["evaluation_s"]
     assert two["speed_up"] == pytest.approx(one["evaluation_s"] / two["evaluation_s"])
+
+    # Idle workers that die are told without a call, and the next ones are new.
+    group = worker_groups._current
+    assert group is not None
+    os.kill(group.pool._group.ranks[1].process.pid, signal.SIGKILL)
+    until = time.monotonic() + 20
+    while last_kind(events) != "killed" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert last_kind(events) == "killed"
+    sample(parallel(model, CFG_2), KIND, steps=1)
+    assert last_kind(events) == "restarted"
+
+
+def last_kind(events):
+    return [data["kind"] for event, data in events if event == worker_notices.EVENT][-1]
 
 
 def test_outside_of_a_prompt_no_node_shows_it(monkeypatch):
