@@ -3,6 +3,7 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { addPanel, button, element, PANEL_STYLE } from "./dom.js";
+import { say } from "./language.js";
 
 const NODE = "FerryTrainLoraOffload";
 const EVENT = "ferry.training";
@@ -49,7 +50,7 @@ class TrainingPanel {
     this.chart.setAttribute("role", "img");
     this.lines = element("div", { className: "ferry-lines", style: { whiteSpace: "pre-wrap" } });
     this.lines.setAttribute("role", "status");
-    this.lines.textContent = "No training has run yet.";
+    this.lines.textContent = say("No training has run yet.");
     this.preview = element("img", { alt: "", style: { maxHeight: "64px", display: "none", alignSelf: "start" } });
     this.buttons = ["save", "preview", "stop"].map((command) => this.commandButton(command));
     const row = element("div", { style: { display: "flex", gap: "4px" } }, ...this.buttons);
@@ -66,9 +67,9 @@ class TrainingPanel {
 
   commandButton(command) {
     const [text, title] = {
-      save: ["Save now", "Write the LoRA and the training's state after this step"],
-      preview: ["Preview now", "Sample a picture after this step (needs preview_vae)"],
-      stop: ["Stop and keep", "End after this step and go on with the LoRA so far"],
+      save: [say("Save now"), say("Write the LoRA and the training's state after this step")],
+      preview: [say("Preview now"), say("Sample a picture after this step (needs preview_vae)")],
+      stop: [say("Stop and keep"), say("End after this step and go on with the LoRA so far")],
     }[command];
     return button(text, title, () => this.send(command));
   }
@@ -92,7 +93,7 @@ class TrainingPanel {
     this.enable(progress.step < progress.steps);
     if (progress.preview) {
       this.preview.src = api.apiURL(`/view?${new URLSearchParams(progress.preview)}`);
-      this.preview.alt = `Preview at step ${progress.step}`;
+      this.preview.alt = say("Preview at step {step}", progress);
       this.preview.style.display = "";
     }
     this.draw();
@@ -107,7 +108,7 @@ class TrainingPanel {
     const losses = points.map(([, loss]) => loss);
     const [low, high] = [Math.min(...losses), Math.max(...losses)];
     const last = points[points.length - 1];
-    chart.setAttribute("aria-label", `Loss from ${losses[0].toPrecision(3)} to ${last[1].toPrecision(3)}`);
+    chart.setAttribute("aria-label", say("Loss from {first} to {last}", { first: losses[0].toPrecision(3), last: last[1].toPrecision(3) }));
     const x = (step) => 2 + ((step - points[0][0]) / Math.max(1, last[0] - points[0][0])) * (chart.width - 4);
     const y = (loss) => 4 + ((high - loss) / (high - low || 1)) * (chart.height - 8);
     const colours = getComputedStyle(chart);
@@ -125,26 +126,29 @@ class TrainingPanel {
 }
 
 function describe(progress) {
-  const lines = [`Step ${progress.step} of ${progress.steps}`];
+  const lines = [say("Step {step} of {steps}", progress)];
   if (progress.loss != null) {
-    lines[0] += `, loss ${progress.loss.toPrecision(4)} (average ${progress.average_loss.toPrecision(4)})`;
+    const values = { loss: progress.loss.toPrecision(4), average: progress.average_loss.toPrecision(4) };
+    lines[0] += say(", loss {loss} (average {average})", values);
   }
   if (progress.seconds_per_step != null) {
-    const predicted = progress.predicted_seconds == null ? "" : ` (predicted ${progress.predicted_seconds.toPrecision(3)})`;
-    lines.push(`${progress.seconds_per_step.toPrecision(3)} s a step${predicted}, ${clock(progress.seconds_left)} left`);
+    const predicted = progress.predicted_seconds == null ? "" : say(" (predicted {seconds})", { seconds: progress.predicted_seconds.toPrecision(3) });
+    const values = { seconds: progress.seconds_per_step.toPrecision(3), predicted, left: clock(progress.seconds_left) };
+    lines.push(say("{seconds} s a step{predicted}, {left} left", values));
   }
   const memory = [];
   if (progress.gpu_bytes != null) {
-    const planned = progress.gpu_planned_bytes == null ? "" : `, planned ${gb(progress.gpu_planned_bytes)}`;
-    memory.push(
-      `VRAM ${gb(progress.gpu_bytes)} of ${gb(progress.gpu_total_bytes)} (peak ${gb(progress.gpu_peak_bytes)}${planned})`,
-    );
+    const planned = progress.gpu_planned_bytes == null ? "" : say(", planned {size}", { size: gb(progress.gpu_planned_bytes) });
+    const values = { used: gb(progress.gpu_bytes), total: gb(progress.gpu_total_bytes), planned };
+    memory.push(say("VRAM {used} of {total} (peak {peak}{planned})", { ...values, peak: gb(progress.gpu_peak_bytes) }));
   }
-  if (progress.pinned_bytes != null) memory.push(`pinned RAM ${gb(progress.pinned_bytes)}`);
-  if (progress.stalled_share != null) memory.push(`${Math.round(100 * progress.stalled_share)} % waiting for weights`);
+  if (progress.pinned_bytes != null) memory.push(say("pinned RAM {size}", { size: gb(progress.pinned_bytes) }));
+  if (progress.stalled_share != null) {
+    memory.push(say("{percent} % waiting for weights", { percent: Math.round(100 * progress.stalled_share) }));
+  }
   if (memory.length) lines.push(memory.join(", "));
-  if (progress.plan) lines.push(`Plan: ${progress.plan}`);
-  if (progress.saved) lines.push(`Saved at step ${progress.saved_step}: ${progress.saved}`);
+  if (progress.plan) lines.push(say("Plan: {plan}", progress));
+  if (progress.saved) lines.push(say("Saved at step {saved_step}: {saved}", progress));
   if (progress.message) lines.push(progress.message);
   return lines.join("\n");
 }
