@@ -13,6 +13,8 @@ LIMIT_S = 3.0
 class Seen:
     """A process that does what the test says."""
 
+    used_s = 0.0
+
     def __init__(self, activity: Activity):
         self.activity = activity
 
