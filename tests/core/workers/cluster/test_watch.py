@@ -10,6 +10,7 @@ import pytest
 from comfyui_ferry.core.errors import WorkerError
 from comfyui_ferry.core.workers import Deadlines
 from comfyui_ferry.core.workers.calls import CallTable
+from comfyui_ferry.core.workers.cluster import watch as watch_module
 from comfyui_ferry.core.workers.cluster.node_link import NodeLink
 from comfyui_ferry.core.workers.cluster.placement import Share
 from comfyui_ferry.core.workers.cluster.stream import Stream
@@ -26,9 +27,10 @@ class Driver:
 
     def __init__(self):
         self.closed = False
+        self.said: list[dict] = []
 
     def events(self, timeout_s: float) -> list:
-        return []
+        return [self.said.pop(0)] if self.said else []
 
     def close(self) -> None:
         self.closed = True
@@ -45,7 +47,7 @@ class Played:
                 share = Share(str(number), f"10.0.0.{number}", False, range(number, number + 1))
                 self.links.append(NodeLink(number, share, Stream(listener.accept()[0]), ["cpu"], 0))
         self.calls, self.driver = CallTable(), Driver()
-        limits = Deadlines(**{"stall_s": 0.5, "close_s": 0.1} | deadlines)
+        limits = Deadlines(**{"stall_s": 0.3, "close_s": 0.1} | deadlines)
         self.watch = ClusterWatch(self.links, self.driver, self.calls, limits, lambda: None)
         self.watch.start()
         self.aborted = [threading.Event(), threading.Event()]
@@ -59,7 +61,7 @@ class Played:
                     self.aborted[number].set()
                     self.say(number, kind="lost", message=f"its stacks {number}")
         except EOFError:
-            pass
+            self.driver.said.append({"event": "ended", "agent": number, "error": None})
 
     def say(self, number: int, **fields) -> None:
         self.agents[number].send(fields)
@@ -67,6 +69,12 @@ class Played:
     def idle(self, *seconds: float) -> None:
         for number, value in enumerate(seconds):
             self.say(number, kind="beat", available_bytes=0, idle_s={number: value})
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(watch_module, "_NEWS_S", 0.4)
+    monkeypatch.setattr(watch_module, "_LATE_S", 0.2)
 
 
 @pytest.fixture
@@ -96,11 +104,11 @@ def test_a_lost_rank_is_blamed_and_not_the_one_that_waited_for_it(played):
 def test_a_call_hangs_once_the_ranks_of_all_nodes_do_nothing(played):
     call = played.calls.open("x", [0, 1], 60)
     played.idle(9.0, 0.0)  # the first waits for the second
-    time.sleep(2.0)
+    time.sleep(1.0)
     assert not call.done
     played.idle(9.0, 9.0)
     with pytest.raises(
-        WorkerError, match=r"^job 'x' hangs: worker ranks 0, 1 were idle for 0\.5 s"
+        WorkerError, match=r"^job 'x' hangs: worker ranks 0, 1 were idle for 0\.3 s"
     ) as caught:
         call.wait()
     assert "its stacks 0" in str(caught.value) and "its stacks 1" in str(caught.value)
@@ -110,9 +118,9 @@ def test_what_was_said_before_a_call_does_not_count(played):
     played.idle(9.0, 9.0)
     time.sleep(0.2)
     call = played.calls.open("x", [0, 1], 60)
-    time.sleep(0.5)
+    time.sleep(0.2)
     played.idle(0.0, 0.0)
-    time.sleep(1.5)
+    time.sleep(0.8)
     assert not call.done
 
 
