@@ -188,13 +188,17 @@ class StreamAsides:
             yield
         finally:
             block.depth -= 1
-            if block.depth == 0:
+            if block.depth == 0 and not block.is_resident:
                 block.unbind()
-                if not block.is_resident and block.buffer is not None:
+                if block.buffer is not None:
                     self._pool.transfer.retire(block.buffer.lease)
                     block.buffer = None
 
     def _enter(self, block: StreamBlock) -> None:
+        if block.is_resident and block.is_bound and block.buffer is not None:
+            self._pool.transfer.wait(block.buffer.lease)
+            block.apply_changes(self._pool)
+            return
         begin = self._clock.now()
         if block.buffer is None:
             block.buffer = self._buffer or TargetBuffer(self._pool.transfer, block.master.nbytes)
@@ -209,6 +213,7 @@ class StreamAsides:
         self.is_resident = False
         for block in self.blocks:
             if block.is_resident and block.buffer is not None:
+                block.unbind()
                 self._pool.transfer.discard(block.buffer.flat, block.buffer.lease)
                 block.buffer, block.is_resident = None, False
 

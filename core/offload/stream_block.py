@@ -44,6 +44,7 @@ class StreamBlock:
         master: Its host bytes.
         buffer: Where it is on the target, or on its way to; None: nowhere.
         is_resident: Whether the buffer is its own, not a slot.
+        is_bound: Whether objects over the target's bytes stand in the module. A resident block stays bound.
         depth: How many of its forwards run.
         changes: What differs from the master, by path.
     """
@@ -55,6 +56,7 @@ class StreamBlock:
         self.entries = {entry.path: entry for entry in plan.entries}
         self.buffer: TargetBuffer | None = None
         self.is_resident = False
+        self.is_bound = False
         self.depth = 0
         self.changes: dict[str, WeightChange] = {}
         self._bound: Binding = []
@@ -67,15 +69,19 @@ class StreamBlock:
     def bind(self) -> None:
         """Put objects over the target's bytes in the place of the registered ones."""
         assert self.buffer is not None
+        if self._bound:
+            self.unbind()  # what an interrupt left half-way
         for entry, view in self.buffer.views(self.master):
             # What the forward itself assigned (a cached table) is not ours to touch.
             if entry.table.get(entry.name) is entry.tensor:
                 stand_in = self.buffer.replaced.get(entry.path, view)
                 entry.table[entry.name] = stand_in
                 self._bound.append((entry, stand_in))
+        self.is_bound = True
 
     def unbind(self) -> None:
         """Put the registered objects back."""
+        self.is_bound = False
         for entry, stand_in in self._bound:
             if entry.table.get(entry.name) is stand_in:
                 entry.table[entry.name] = entry.tensor
@@ -85,6 +91,8 @@ class StreamBlock:
         """Make the bound tensors what ``changes`` asks for, from what they are."""
         buffer = self.buffer
         assert buffer is not None
+        if buffer.applied is self.changes:
+            return
         for path, key in list(buffer.changed.items()):
             wanted = self.changes.get(path)
             if wanted is None or wanted.key != key:
@@ -93,6 +101,7 @@ class StreamBlock:
         for path, change in self.changes.items():
             if path not in buffer.changed:
                 self._apply(self.entries[path], change, buffer)
+        buffer.applied = self.changes
 
     def _apply(self, entry: StreamEntry, change: WeightChange, buffer: TargetBuffer) -> None:
         current = entry.table[entry.name]

@@ -35,6 +35,7 @@ class TargetBuffer:
         master: Whose bytes are in it, or None.
         changed: Path of each tensor whose bytes are no longer the master's, with what changed it.
         replaced: Path of each tensor for which an object of its own stands, with that object.
+        applied: The table of changes that the bytes are up to date with, if any.
     """
 
     def __init__(self, transfer: Transfer, nbytes: int) -> None:
@@ -44,6 +45,7 @@ class TargetBuffer:
         self.master: BlockMaster | None = None
         self.changed: dict[str, object] = {}
         self.replaced: dict[str, torch.Tensor] = {}
+        self.applied: object | None = None
         self._views: dict[int, Binding] = {}
 
     @property
@@ -56,6 +58,13 @@ class TargetBuffer:
         if id(master) not in self._views:
             self._views[id(master)] = master.views(self.storage)
         return self._views[id(master)]
+
+    def forget_content(self) -> None:
+        """Note that the bytes are no block's any more, or a block's as it is on the host."""
+        self.master = None
+        self.applied = None
+        self.changed.clear()
+        self.replaced.clear()
 
     def forget(self, master: BlockMaster) -> None:
         """Drop the objects made for a block."""
@@ -209,9 +218,7 @@ class StreamPool:
     def return_slot(self, slot: TargetBuffer) -> None:
         """Take a slot back; everything launched so far was the last use of it."""
         self.transfer.retire(slot.lease)
-        slot.master = None
-        slot.changed.clear()
-        slot.replaced.clear()
+        slot.forget_content()
         if any(slot is known for known in self._slots):
             self._free.append(slot)
         else:
@@ -235,9 +242,8 @@ class StreamPool:
             master.read_into(staging.host)
             self.transfer.start(staging.host[: master.nbytes], destination, buffer.lease)
             staging.note_copy(getattr(self.transfer, "copy_stream", None))
+        buffer.forget_content()
         buffer.master = master
-        buffer.changed.clear()
-        buffer.replaced.clear()
 
     def restore(self, buffer: TargetBuffer, entry: StreamEntry) -> None:
         """Give one tensor in a buffer its master's bytes again; the current stream waits for them."""

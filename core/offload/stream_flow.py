@@ -31,6 +31,9 @@ class BlockFlow:
         blocks: All blocks, in model order.
         pool: Slots and copies.
         clock: Learns of every wait.
+
+    Attributes:
+        has_streamed: Whether any block is not here to stay, or not here yet.
     """
 
     def __init__(self, blocks: Sequence[StreamBlock], pool: StreamPool, clock: PassClock) -> None:
@@ -43,6 +46,8 @@ class BlockFlow:
         self._lingering: StreamBlock | None = None
         self._called: set[int] = set()
         self._is_probing = False
+        self.has_streamed = True
+        self._blocks = blocks
 
     @contextlib.contextmanager
     def probing(self) -> Iterator[None]:
@@ -79,7 +84,8 @@ class BlockFlow:
         finally:
             block.depth -= 1
             if block.depth == 0:
-                block.unbind()
+                if not block.is_resident:
+                    block.unbind()
                 if is_part or self._is_probing:
                     self._lingering = block
                 else:
@@ -89,6 +95,7 @@ class BlockFlow:
         """Note that a forward of the model is over; after a broken one nothing is learned from it."""
         if not is_complete:
             self._last = None
+        self.has_streamed = any(not block.is_resident or not block.is_filled for block in self._blocks)
 
     def let_go(self, block: StreamBlock) -> None:
         """Give the block's slot back, if it has one."""
@@ -119,15 +126,20 @@ class BlockFlow:
             if self._last is not None and self._last is not block:
                 self._next[self._last.index] = block
             self._last = block
-        begin = self._clock.now()
-        if not block.is_filled:
-            self._start_now(block)
-        assert block.buffer is not None
-        self._foreseen = [other for other in self._foreseen if other is not block]
-        self._pool.transfer.wait(block.buffer.lease)
-        self._clock.waited(begin, self._clock.now())
-        block.bind()
-        self._look_ahead(block)
+        if not block.is_resident or not block.is_bound:
+            begin = self._clock.now()
+            if not block.is_filled:
+                self._start_now(block)
+            assert block.buffer is not None
+            self._foreseen = [other for other in self._foreseen if other is not block]
+            self._pool.transfer.wait(block.buffer.lease)
+            self._clock.waited(begin, self._clock.now())
+            block.bind()
+        else:
+            assert block.buffer is not None
+            self._pool.transfer.wait(block.buffer.lease)  # for the first time on this stream, if it is
+        if self.has_streamed:
+            self._look_ahead(block)
         block.apply_changes(self._pool)
 
     def _start_now(self, block: StreamBlock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # Above this share of a pass spent waiting for copies, the link decides the speed.
 _LINK_BOUND_SHARE = 0.05
 _MAX_PENDING = 8
+_NUM_FIRST = 4
+_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def snapshot(
 class PassClock:
     """Measures forwards and the waits inside them; on CUDA with events, which nobody waits for.
 
+    The first passes are measured, and then as many as somebody who looks on needs: marks cost host time.
+
     Args:
         device: Where the model computes.
     """
@@ -110,6 +115,8 @@ class PassClock:
         self._waits: list[tuple[Mark, Mark]] = []
         self._pending: deque[tuple] = deque(maxlen=_MAX_PENDING)
         self._is_running = False
+        self._measures = True
+        self._measured_s = float("-inf")
         # On the CPU a copy is over when its start returns, so it is waited for wherever it is started.
         self.copies_block = device.type != "cuda"
         self.num_passes = 0
@@ -117,11 +124,15 @@ class PassClock:
         self.stall_s = 0.0
 
     def now(self) -> Mark:
-        """Return a moment on the current stream, or of the host's clock."""
-        return mark_now(self._device)
+        """Return a moment on the current stream, or of the host's clock; any, where nothing is measured."""
+        return mark_now(self._device) if self._measures else 0.0
 
     def begin_pass(self) -> None:
         """Note that a forward starts."""
+        now_s = time.monotonic()
+        self._measures = self.num_passes < _NUM_FIRST or now_s - self._measured_s >= _INTERVAL_S
+        if self._measures:
+            self._measured_s = now_s
         self._waits, self._marks, self._is_running = [], [self.now()], True
 
     def end_pass(self, *, is_complete: bool) -> None:
@@ -130,12 +141,14 @@ class PassClock:
         if not is_complete:
             return
         self.num_passes += 1
+        if not self._measures:
+            return
         self._pending.append((self._marks[0], self.now(), self._waits))
         self._resolve()
 
     def waited(self, begin: Mark, end: Mark) -> None:
         """Note that a copy was waited for between two moments."""
-        if self._is_running:
+        if self._is_running and self._measures:
             self._waits.append((begin, end))
 
     def read(self) -> tuple[float, float]:

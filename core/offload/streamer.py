@@ -3,8 +3,8 @@
 Order of a block's forward: its copy is waited for (or started now, if nobody foresaw it), its tensors
 in the module tree are replaced by objects over the target's bytes, the copies of the next blocks are
 started, weight changes are applied, the forward runs, and the registered objects return. So outside
-of a block's forward its tensors are the host masters, whole and unchanged, and ``state_dict`` is what
-it always was. The rim's tensors are on the target from ``load`` to ``unload``.
+of its forward a streamed block's tensors are the host masters, whole and unchanged. The rim's tensors are
+on the target from ``load`` to ``unload``, and a resident block's from its first use on.
 
 A resident block gets its memory at ``load`` and its bytes when it is first used, by the same copies
 that stream the others: there is no separate loading, also at a switch between models of one pool.
@@ -283,6 +283,8 @@ class ModelStreamer:
     def _drop(self, block: StreamBlock) -> None:
         """Let a resident block's memory go."""
         if block.is_resident and block.buffer is not None:
+            block.unbind()
+            self._flow.has_streamed = True
             self.pool.transfer.discard(block.buffer.flat, block.buffer.lease)
             block.buffer, block.is_resident = None, False
             self._flow.forget(block)
