@@ -13,17 +13,19 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtur
 # Adam's step is the same for every weight, and a layer adds up as many as it is wide: the tiny networks
 # are 10 to 100 times narrower than the ones that the learning rates are for.
 FULL_WIDTH = {"flux": 3072, "qwen": 3072, "wan": 5120, "z-image": 3840, "sd3": 2432, "sdxl": 1280}
-TINY_WIDTH = {"flux": 48, "qwen": 48, "wan": 48, "z-image": 280, "sd3": 128, "sdxl": 128}
+# Z-Image normalises what attention and MLP give, so a step turns it, however wide the layer is: it gets the
+# factor of the networks of width 48. With its own width's, 13.7, 40 steps do not learn half as much.
+TINY_WIDTH = {"flux": 48, "qwen": 48, "wan": 48, "z-image": 60, "sd3": 128, "sdxl": 128}
 STEPS = {"z-image": 40, "FLUX.2-klein": 60}
 # The last 8 losses by the first 8, and the sample's distance from the picture with by without the LoRA.
 # Seen over three seeds: flux 0.30-0.36 and 0.35, qwen 0.49-0.62 and 0.81-0.88, wan 0.44-0.47 and 0.45,
 # sd3 0.45-0.48 and 0.59, sdxl 0.70-0.77 and 0.82-0.84, klein 0.47-0.59 and 0.72-0.74, LongCat 0.48-0.53 and
-# 0.69-0.72, Ovis 0.55-0.66 and 0.78-0.85; Z-Image is the widest and so learns least in a step.
+# 0.69-0.72, Ovis 0.55-0.66 and 0.78-0.85, Z-Image 0.60-0.64 and 0.83-0.85.
 LIMITS = {
     "flux": (0.5, 0.5),
     "qwen": (0.75, 0.95),
     "wan": (0.6, 0.6),
-    "z-image": (0.95, 0.98),
+    "z-image": (0.75, 0.92),
     "sd3": (0.65, 0.75),
     "sdxl": (0.85, 0.92),
     "FLUX.2-klein": (0.75, 0.9),
