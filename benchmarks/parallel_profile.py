@@ -222,7 +222,7 @@ class Bench:
             self.sync()
         kernels = [
             (event.name, event.time_range.start, event.time_range.end)
-            for event in profiler.events()
+            for event in profiler.events() or ()
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:")
         ]
         report_kernels(kernels, self.say)
