@@ -246,32 +246,23 @@ class Bench:
             self.say(f"{size} {name}: {1e6 * self.seconds(twenty, 3, 1) / 20:.0f} us")
 
         even = ulysses.head_groups(heads, world, 1)[0]
-        everyone = range(world)
         row = 3 * head_dim * len(even[0])
-        out = q.new_empty(row * local * world)
         wide = tuple(tensor.view(torch.int64) for tensor in (q, k, v))
-        widest = tuple(tensor.view(torch.complex128) for tensor in (q, k, v)) if self.cuda else wide
-        timed("pack, 2 bytes", lambda: ulysses._pack((q, k, v), even, everyone, out))
-        timed("pack, 8 bytes", lambda: ulysses._pack(wide, even, everyone, out.view(wide[0].dtype)))
-        timed("pack, 16 bytes", lambda: ulysses._pack(widest, even, everyone, out.view(widest[0].dtype)))
+        timed("pack, 2 bytes", lambda: ulysses._packed((q, k, v), even))
+        timed("pack, 8 bytes", lambda: ulysses._packed(wide, even))
         received = torch.empty(row * tokens, device=self.device, dtype=self.dtype)
-        sent_sizes, group = [row * local] * world, dist.group.WORLD
+        out, group = ulysses._packed((q, k, v), even), dist.group.WORLD
         assert group is not None
         timed(
-            "qkv all-to-all, own part too",
+            "qkv all-to-all",
             lambda: start_all_to_all(
-                out, sent_sizes, receive=received, receive_sizes=[row * n for n in sizes], group=group
+                out,
+                [row * local] * world,
+                receive=received,
+                receive_sizes=[row * n for n in sizes],
+                group=group,
             ),
         )
-        others = [row * local * (peer != rank) for peer in everyone]
-        from_others = [row * n * (peer != rank) for peer, n in enumerate(sizes)]
-        timed(
-            "qkv all-to-all, others only",
-            lambda: start_all_to_all(
-                out[: sum(others)], others, receive=received[: sum(from_others)],
-                receive_sizes=from_others, group=group,
-            ),
-        )  # fmt: skip
         small = out[:world]
         timed(
             "all-to-all of 2 bytes",

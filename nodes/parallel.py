@@ -7,12 +7,19 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..core.comfy_adapter import RequestError, check_degrees, make_parallel, settings_version
+from ..core.comfy_adapter import (
+    ACCELERATIONS,
+    RequestError,
+    check_acceleration,
+    check_degrees,
+    make_parallel,
+    settings_version,
+)
 from .schema import known
 
 
 def degree_inputs() -> list[Any]:
-    """Return the inputs that every parallel node has."""
+    """Return the inputs that every parallel node has: the degrees, and how workers evaluate the model."""
     return [
         io.Int.Input(
             "gpus",
@@ -62,6 +69,15 @@ def degree_inputs() -> list[Any]:
             tooltip="Empty: the GPUs of this machine. host:port of a Ray cluster it is a node of, or auto: "
             "the GPUs of all its machines. Ray trusts its whole network: see docs/clusters.md.",
         ),
+        io.Combo.Input(
+            "acceleration",
+            options=list(ACCELERATIONS),
+            default=ACCELERATIONS[0],
+            optional=True,
+            tooltip="auto and cuda graphs: steps of a size seen before are replayed in one launch, with the "
+            "same result; auto where the model can. torch.compile: faster kernels after a slow first step; "
+            "the last bits differ. none: each step is launched kernel by kernel.",
+        ),
     ]
 
 
@@ -72,13 +88,14 @@ def degree_problem(
     ring_degree: int | None,
     tensor_parallel_degree: int | None,
     ray_address: str | None,
+    acceleration: str | None,
 ) -> bool | str:
-    """Return True if the degrees fit the machine (or are not known yet), else what is wrong."""
+    """Return True if the inputs fit the machine (or are not known yet), else what is wrong."""
     if gpus is None or cfg_degree is None or ulysses_degree is None or ray_address is None:
         return True
     optional = _fitting_degrees(gpus, (cfg_degree, ulysses_degree), (ring_degree, tensor_parallel_degree))
     try:
-        check_degrees(
+        _, devices = check_degrees(
             gpus=gpus,
             cfg_degree=cfg_degree,
             ulysses_degree=ulysses_degree,
@@ -86,6 +103,8 @@ def degree_problem(
             tensor_parallel_degree=optional[1],
             ray_address=ray_address,
         )
+        if acceleration is not None:
+            check_acceleration(acceleration, devices)
     except RequestError as error:
         return str(error)
     return True
@@ -138,10 +157,17 @@ class ParallelModel(io.ComfyNode):
         ring_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
         ray_address: str | None = "",
+        acceleration: str | None = None,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
         return degree_problem(
-            gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree, ray_address
+            gpus,
+            cfg_degree,
+            ulysses_degree,
+            ring_degree,
+            tensor_parallel_degree,
+            ray_address,
+            acceleration,
         )
 
     @classmethod
@@ -150,6 +176,6 @@ class ParallelModel(io.ComfyNode):
         return settings_version("gpus")
 
     @classmethod
-    def execute(cls, model: Any, **degrees: Any) -> io.NodeOutput:
+    def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
         """Return the parallel MODEL."""
-        return io.NodeOutput(make_parallel(model, **degrees))
+        return io.NodeOutput(make_parallel(model, **settings))

@@ -74,10 +74,17 @@ class ParallelSampler(io.ComfyNode):
         ring_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
         ray_address: str | None = "",
+        acceleration: str | None = None,
     ) -> bool | str:
         """Refuse degrees that do not fit before the prompt starts."""
         return degree_problem(
-            gpus, cfg_degree, ulysses_degree, ring_degree, tensor_parallel_degree, ray_address
+            gpus,
+            cfg_degree,
+            ulysses_degree,
+            ring_degree,
+            tensor_parallel_degree,
+            ray_address,
+            acceleration,
         )
 
     @classmethod

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RequestError
 
 if TYPE_CHECKING:
+    from .acceleration import ACCELERATIONS, check_acceleration
     from .conditioning import (
         conditioning_files,
         conditioning_version,
@@ -48,6 +49,8 @@ _HOMES = {
     "AUTO_PROMPT": "control_prompts",
     "CONTROL_PROMPTS": "control_prompts",
     "NO_CONTROL": "training_folder",
+    "ACCELERATIONS": "acceleration",
+    "check_acceleration": "acceleration",
     "PreviewInputs": "training_preview",
     "AUTO": "family_defaults",
     "AUTO_GUIDANCE": "family_defaults",
@@ -95,6 +98,8 @@ __all__ = [
     "AUTO_PROMPT",
     "CONTROL_PROMPTS",
     "NO_CONTROL",
+    "ACCELERATIONS",
+    "check_acceleration",
     "AUTO",
     "AUTO_GUIDANCE",
     "NOISE_RANGES",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..parallel import ExchangeTimer, ParallelDims, RankLayout, build_mesh
+from .acceleration import Acceleration
 
 if TYPE_CHECKING:
     from .worker_model import WorkerModel
@@ -71,7 +72,8 @@ class _Models:
         model.stream.fit(room_bytes)
         return model.held_bytes
 
-    def patch(self, token: int, patches: Mapping[str, Any], force_cast: bool) -> list[str]:
+    def patch(self, token: int, patches: Mapping[str, Any], force_cast: bool, acceleration: str) -> list[str]:
+        self.models[token].set_acceleration(Acceleration(acceleration))
         self.models[token].set_force_cast(force_cast)
         return self.models[token].apply_patches(patches)
 

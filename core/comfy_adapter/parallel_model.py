@@ -15,6 +15,7 @@ import comfy.patcher_extension
 from ..errors import RequestError
 from ..parallel import ParallelDims, validate_model
 from ..plans import find_plan
+from .acceleration import check_acceleration
 from .cfg_branches import BranchWrapper
 from .devices import cluster_devices, worker_devices
 from .model_export import class_path, describe_model
@@ -41,6 +42,7 @@ def make_parallel(
     ring_degree: int = 1,
     tensor_parallel_degree: int = 1,
     ray_address: str = "",
+    acceleration: str = "auto",
 ) -> Any:
     """Return a clone of ``model`` that computes on ``gpus`` worker processes; starts none yet.
 
@@ -52,9 +54,10 @@ def make_parallel(
         ring_degree: Likewise (Ring Attention, arXiv:2310.01889); with both above 1 their product does.
         tensor_parallel_degree: GPUs that share the weights (Megatron-LM, arXiv:1909.08053).
         ray_address: ``host:port`` of a Ray cluster whose GPUs are meant, or ``auto``; "": this machine's.
+        acceleration: A value of ``Acceleration``.
 
     Raises:
-        RequestError: If the model, the number of GPUs or a degree is not supported.
+        RequestError: If the model, the number of GPUs, a degree or the acceleration is not supported.
     """
     dims, devices = check_degrees(
         gpus=gpus,
@@ -74,7 +77,15 @@ def make_parallel(
     request = _stream_request(model)
     release_stream(model)
     validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
-    run = ParallelRun(dims, devices, node_id=executing_node_id(), request=request, ray_address=ray_address)
+    chosen = check_acceleration(acceleration, devices)
+    run = ParallelRun(
+        dims,
+        devices,
+        node_id=executing_node_id(),
+        request=request,
+        ray_address=ray_address,
+        acceleration=chosen,
+    )
     parallel = attach_run(model, run, ParallelPatcher)
     parallel.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.PREPARE_SAMPLING, _KEY, _note_size)
     if dims.cfg > 1:
@@ -188,7 +199,8 @@ def check_supported(patcher: ParallelPatcher) -> None:
             raise RequestError(
                 f"a node gave this model {what}: {_names(names)}",
                 limit="They live in this process and the workers would compute without them",
-                way_out="Remove that node, or sample with a stock KSampler",
+                way_out="Remove that node (workers compile by the parallel node's own acceleration), "
+                "or sample with a stock KSampler",
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import RequestError, WorkerError
 from ..parallel import ParallelDims
+from .acceleration import Acceleration
 from .parallel_readout import ParallelReadout, num_evaluations
 from .worker_group import WorkerGroup
 from .worker_groups import (
@@ -37,6 +38,7 @@ class ParallelRun:
         node_id: The node that shows what the GPUs do, if any.
         request: What was asked of the workers' VRAM.
         ray_address: Of the cluster that runs them; "": this machine does.
+        acceleration: How the workers evaluate the model.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class ParallelRun:
         node_id: str | None = None,
         request: StreamRequest | None = None,
         ray_address: str = "",
+        acceleration: Acceleration = Acceleration.NONE,
     ) -> None:
         self.dims = dims
         self.devices = devices
+        self.acceleration = acceleration
         self.ray_address = ray_address
         self.request = request or StreamRequest()
         # ComfyUI's estimate for one evaluation of the sampling that begins; 0: not known.
@@ -86,7 +90,16 @@ class ParallelRun:
         )
         group = acquire_group(self.dims, self.devices, self.ray_address)
         self.token = model_token(model)
-        load_model(group, model, patches, patches_uuid, force_cast=force_cast, needs=needs)
+        version = (patches_uuid, self.acceleration)
+        load_model(
+            group,
+            model,
+            patches,
+            version,
+            force_cast=force_cast,
+            acceleration=self.acceleration,
+            needs=needs,
+        )
         self.readout.begin(model)
 
     def loaded_bytes(self) -> int:

@@ -39,6 +39,7 @@ def sample_parallel(
     ring_degree: int = 1,
     tensor_parallel_degree: int = 1,
     ray_address: str = "",
+    acceleration: str = "auto",
 ) -> dict[str, Any]:
     """Return the sampled LATENT; every argument means what it means in KSampler.
 
@@ -56,6 +57,7 @@ def sample_parallel(
         ring_degree=ring_degree,
         tensor_parallel_degree=tensor_parallel_degree,
         ray_address=ray_address,
+        acceleration=acceleration,
     )
     import nodes  # ComfyUI's; imported late, because it pulls in every core node
 

@@ -130,20 +130,26 @@ def unpack(
         kept: The tensors that this worker keeps, where it computes.
         move: Brings any other tensor there.
     """
-    copies: dict[int, torch.Tensor] = {}
+    return _unpacked(arguments, kept, {}, move)
 
-    def visit(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return move(value)
-        if isinstance(value, dict):
-            if value.keys() == {_MARK}:
-                number = value[_MARK]
-                if number not in copies:  # a copy: a model may write into its arguments
-                    copies[number] = kept[number].clone()
-                return copies[number]
-            return {key: visit(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(visit(item) for item in value)
-        return value
 
-    return visit(arguments)
+def _unpacked(
+    value: Any,
+    kept: Mapping[int, torch.Tensor],
+    copies: dict[int, torch.Tensor],
+    move: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    # No function inside `unpack`: one that calls itself is a cycle, and would keep the copies until Python
+    # next looks for cycles.
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    if isinstance(value, dict):
+        if value.keys() == {_MARK}:
+            number = value[_MARK]
+            if number not in copies:  # a copy: a model may write into its arguments
+                copies[number] = kept[number].clone()
+            return copies[number]
+        return {key: _unpacked(item, kept, copies, move) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_unpacked(item, kept, copies, move) for item in value)
+    return value

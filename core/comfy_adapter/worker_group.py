@@ -12,6 +12,7 @@ from ..errors import WorkerError
 from ..parallel import ParallelDims, largest_rank_bytes
 from ..plans import find_plan
 from ..workers import RankEngine
+from .acceleration import Acceleration
 from .host_weights import HostWeights
 from .model_export import class_path, describe_model
 from .patch_messages import encode_patches
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class _Loaded:
     """A model that the workers hold."""
 
-    patches_uuid: Any = None
+    version: Any = None
     num_bytes: int = 0
     streams: bool = False
     sent: dict[int, SentTensors] = field(default_factory=dict)  # by branch
@@ -62,23 +63,27 @@ class WorkerGroup:
         elif self.loaded[token].streams:
             self._fit(token, needs)
 
-    def patch(self, token: int, patches: dict, patches_uuid: Any, *, force_cast: bool) -> None:
+    def patch(
+        self, token: int, patches: dict, version: Any, *, force_cast: bool, acceleration: Acceleration
+    ) -> None:
         """Give a loaded model these patches and no others; nothing else is sent again.
 
         Args:
             token: The model's number.
             patches: ``ModelPatcher.patches``.
-            patches_uuid: Changes whenever they or ``force_cast`` do.
+            version: Changes whenever anything here does.
             force_cast: Cast weights to the input's dtype in every layer.
+            acceleration: How the workers evaluate the model.
         """
-        if self.loaded[token].patches_uuid == patches_uuid:
+        if self.loaded[token].version == version:
             return
         message = encode_patches(patches)
-        payload = {"token": token, "patches": message, "force_cast": force_cast}
+        settings = {"force_cast": force_cast, "acceleration": acceleration.value}
+        payload = {"token": token, "patches": message, **settings}
         applied = self.pool.call("patch", payload, poll=check_interrupt)
         if any(names != sorted(message) for names in applied.values()):
             raise WorkerError(f"the ranks applied different weight patches: {applied}")
-        self.loaded[token].patches_uuid = patches_uuid
+        self.loaded[token].version = version
 
     def unload(self, token: int) -> None:
         """Drop a model from all workers."""
@@ -112,7 +117,7 @@ class WorkerGroup:
         sent = self.loaded[token].sent.setdefault(branch, SentTensors())
         packed = sent.pack(arguments)
         loaded = self.loaded[token]
-        alike = (token, branch, loaded.num_bytes, loaded.patches_uuid, _shapes(arguments))
+        alike = (token, branch, loaded.num_bytes, loaded.version, _shapes(arguments))
         payload = {"token": token, **vars(packed)}
         call = self.pool.submit("forward", payload, ranks=ranks, alike=alike)
         sent.commit()

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import WorkerError
 from ..log import get_logger
 from ..parallel import ParallelDims
+from .acceleration import Acceleration
 from .capacity import check_host, gpu_sizes
 from .host_weights import HostWeights
 from .worker_group import WorkerGroup, worker_bytes
@@ -53,9 +54,10 @@ def load_model(
     group: WorkerGroup,
     model: Any,
     patches: dict,
-    patches_uuid: Any,
+    version: Any,
     *,
     force_cast: bool,
+    acceleration: Acceleration,
     needs: ModelNeeds,
 ) -> None:
     """Give a group ``model`` with ``patches``, sending only what it does not have yet.
@@ -64,8 +66,9 @@ def load_model(
         group: The workers.
         model: The ``BaseModel``.
         patches: ``ModelPatcher.patches``.
-        patches_uuid: Changes whenever the patches or ``force_cast`` do.
+        version: Changes whenever anything but the model does.
         force_cast: Cast weights to the input's dtype in every layer.
+        acceleration: How the workers evaluate it.
         needs: What it needs of a worker's GPU.
     """
     token = _token(model)
@@ -73,7 +76,7 @@ def load_model(
     if changed:
         group.unload(token)
     group.load(token, model, weights, needs)
-    group.patch(token, patches, patches_uuid, force_cast=force_cast)
+    group.patch(token, patches, version, force_cast=force_cast, acceleration=acceleration)
 
 
 def acquire_group(dims: ParallelDims, devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup:

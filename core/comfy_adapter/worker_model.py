@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import comfy.utils
 import torch
 from torch import nn
 
+from ..errors import RequestError
 from ..offload import WeightChange
 from ..parallel import (
     ModelPlan,
@@ -26,10 +26,12 @@ from ..parallel import (
 )
 from ..plans import find_plan
 from . import quantized
-from .model_export import innermost_forward, named_parameters
+from .acceleration import Acceleration
+from .model_export import named_parameters
 from .nested import map_tensors
 from .patch_messages import PREFIX, decode_patches
 from .sent_tensors import unpack
+from .worker_forward import WorkerForward
 from .worker_stream import WorkerStream
 
 
@@ -73,6 +75,7 @@ class WorkerModel:
         self.handle: ParallelHandle | None = None
         if layout.sequence_group is not None or tensor is not None:
             self.handle = install_parallel(self.module, plan, group=layout.sequence_group, tensor=tensor)
+        self.evaluate = WorkerForward(self.module, plan, self.handle, device=device)
         self.stream: WorkerStream | None = None
         self._changes = 0
         if stream is not None:
@@ -85,8 +88,24 @@ class WorkerModel:
 
     def close(self) -> None:
         """Let go of what does not go with the object."""
+        self.evaluate.model_changed()
         if self.stream is not None:
             self.stream.close()
+
+    def set_acceleration(self, acceleration: Acceleration) -> None:
+        """Evaluate in this way; weights that stream are evaluated as they come.
+
+        Raises:
+            RequestError: If they stream, and something else was asked.
+        """
+        if self.stream is None:
+            self.evaluate.set_acceleration(acceleration)
+        elif acceleration not in (Acceleration.AUTO, Acceleration.NONE):
+            raise RequestError(
+                f"acceleration={acceleration.value!r} was asked",
+                limit="The weights of this model stream through the workers' VRAM",
+                way_out="Set acceleration to auto or none, or use more GPUs so that the weights fit",
+            )
 
     def apply_patches(self, message: Mapping[str, Any]) -> list[str]:
         """Make the weights those of the arena with ``message``'s patches, and no others.
@@ -97,6 +116,7 @@ class WorkerModel:
         Returns:
             The patched parameter names, sorted, so that the caller can compare ranks.
         """
+        self.evaluate.model_changed()
         patches = decode_patches(message)
         if self.stream is not None:
             self.stream.set_changes(self._streamed_changes(patches))
@@ -113,6 +133,7 @@ class WorkerModel:
 
     def set_force_cast(self, force: bool) -> None:
         """Cast weights to the input's dtype in every layer (ComfyUI's ModelComputeDtype), or as built."""
+        self.evaluate.model_changed()
         for layer, built in self.casting.items():
             setattr(layer, "comfy_cast_weights", force or built)  # noqa: B010 - an attribute of ComfyUI's layers
 
@@ -132,15 +153,12 @@ class WorkerModel:
             What it returns, on the CPU.
         """
         moved = unpack(dict(arguments), self.kept, lambda tensor: tensor.to(self.device))
-        own_forward: Any = getattr(self.module, innermost_forward(self.module))
-        with torch.inference_mode():
-            run = functools.partial(own_forward)
-            if self.handle is not None:
-                options = moved["transformer_options"]
-                options["optimized_attention_override"] = self.handle.attention_override
-                run = functools.partial(self.handle.run, own_forward)
-            output = run(**moved) if self.stream is None else self.stream.run(run, **moved)
-            return map_tensors(output, lambda tensor: tensor.cpu())
+        if self.stream is None:
+            output = self.evaluate(moved)
+        else:
+            with torch.inference_mode():
+                output = self.stream.run(self.evaluate.plainly, moved)
+        return map_tensors(output, lambda tensor: tensor.cpu())
 
     def _assign(self) -> None:
         """Point every parameter and buffer at this rank's part of its arena tensor, on the rank's device."""

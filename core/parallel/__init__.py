@@ -3,6 +3,7 @@
 Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no ComfyUI.
 """
 
+from .attention.cudnn import with_cudnn
 from .compiled_blocks import CompiledBlocks
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
@@ -31,6 +32,7 @@ __all__ = [
     "parallelize_decoder",
     "planned_modules",
     "CompiledBlocks",
+    "with_cudnn",
     "RecordedForward",
     "CpPlanHandle",
     "attend",

@@ -13,6 +13,7 @@ Source: CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-g
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -21,9 +22,12 @@ from typing import Any
 import torch
 
 from ..errors import PlanError, RequestError
+from ..log import get_logger
 
 Arguments = dict[str, Any]
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+
+_log = get_logger("parallel")
 
 # A positive and a negative prompt of other lengths are two shapes; so many prompts may alternate.
 _MAX_RECORDINGS = 4
@@ -53,10 +57,19 @@ class RecordedForward:
         forward: Called with the arguments by name; tensors on one device. All ranks of its groups must
             make the same calls.
         record: Records a call: returns what runs it again, and its output.
+        required: Whether a forward that cannot be recorded is refused; else it runs as it is.
     """
 
-    def __init__(self, forward: Callable[[Arguments], Any], *, record: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Arguments], Any],
+        *,
+        record: Recorder | None = None,
+        required: bool = True,
+    ) -> None:
         self.forward = forward
+        self.required = required
+        self._possible = True
         self._record = _CudaRecorder() if record is None else record
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
@@ -65,8 +78,10 @@ class RecordedForward:
         """Return the forward's output for ``arguments``; valid until the next call.
 
         Raises:
-            RequestError: If the forward cannot be recorded.
+            RequestError: If the forward cannot be recorded, and must be.
         """
+        if not self._possible:
+            return self.forward(arguments)
         tensors: list[torch.Tensor] = []
         key = _describe(arguments, tensors)
         if key in self._recordings:
@@ -75,7 +90,10 @@ class RecordedForward:
             for static, tensor in zip(recording.inputs, tensors, strict=True):
                 static.copy_(tensor)
         elif key in self._seen:
-            recording = self._recordings[key] = self._recorded(arguments, tensors)
+            recorded = self._try_to_record(arguments, tensors)
+            if recorded is None:
+                return self.forward(arguments)
+            recording = self._recordings[key] = recorded
             if len(self._recordings) > _MAX_RECORDINGS:
                 self._recordings.popitem(last=False)
         else:
@@ -91,14 +109,22 @@ class RecordedForward:
         self._recordings.clear()
         self._seen.clear()
 
-    def _recorded(self, arguments: Arguments, tensors: list[torch.Tensor]) -> _Recording:
+    def _try_to_record(self, arguments: Arguments, tensors: list[torch.Tensor]) -> _Recording | None:
         static = [tensor.clone() for tensor in tensors]
-        placed = _with_tensors(arguments, iter(static))
+        call = functools.partial(self.forward, _with_tensors(arguments, iter(static)))
         try:
-            replay, output = self._record(lambda: self.forward(placed))
-        except (PlanError, RequestError, torch.OutOfMemoryError):
+            replay, output = self._record(call)
+        except (PlanError, RequestError):
             raise
         except RuntimeError as error:
+            if not self.required:
+                # Other ranks may replay while this one computes: the collectives are the same.
+                _log.info("this model's forward is not recorded as a CUDA graph: %s", error)
+                self.clear()
+                self._possible = False
+                return None
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise RequestError(
                 "recording the model's forward as a CUDA graph was asked",
                 limit=f"This model's forward cannot be recorded ({error})",
@@ -118,10 +144,27 @@ class _CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        _check_room()
         # Other threads (the watchdog of NCCL) may go on asking CUDA for the state of their own events.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = call()
         return graph.replay, output
+
+
+def _check_room() -> None:
+    """Check that a recording leaves room for forwards of other shapes, as large as those so far.
+
+    Raises:
+        torch.OutOfMemoryError: If not.
+    """
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info()
+    forward_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    if free_bytes < 2 * forward_bytes:
+        raise torch.OutOfMemoryError(
+            f"{free_bytes} bytes are free: after recording a forward that needs {forward_bytes} there would "
+            "be too few for others"
+        )
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Hashable:

@@ -83,7 +83,7 @@ def parse_call(
     mask = options.pop("mask", None)
     keeps_heads = bool(options.pop("skip_output_reshape", False))
     if not options.pop("skip_reshape", False):
-        tensors = tuple(_heads_first(tensor, heads) for tensor in tensors)  # type: ignore[assignment]
+        tensors = tuple(heads_first(tensor, heads) for tensor in tensors)  # type: ignore[assignment]
     q, k, v = tensors
     alike = {(tensor.shape[0], tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors}
     if len(alike) > 1 or q.shape[1] != heads:
@@ -92,6 +92,6 @@ def parse_call(
     return AttentionCall(function, q, k, v, mask, keeps_heads, options)
 
 
-def _heads_first(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def heads_first(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Return ``[B, H, S, D]`` from ``[B, S, H * D]`` or ``[B, S, H, D]``."""
     return (tensor if tensor.ndim == 4 else tensor.unflatten(-1, (heads, -1))).transpose(1, 2)

@@ -9,20 +9,9 @@ from comfyui_ferry.core.parallel import RecordedForward, parallelize
 from comfyui_ferry.core.parallel.recorded_forward import _MAX_RECORDINGS
 from ferry_support.parity import world_group
 from ferry_support.ranks import run_ranks
+from ferry_support.recorder import Recorder
 from ferry_support.tiny_models import noise
 from ferry_support.toy_model import PLAN, build_toy, toy_call
-
-
-class Recorder:
-    """Records as CUDA does: a replay computes from the memory of the recording into its output."""
-
-    def __init__(self) -> None:
-        self.num_recordings = 0
-
-    def __call__(self, call: Any) -> tuple[Any, Any]:
-        self.num_recordings += 1
-        output = torch.empty_like(call())
-        return (lambda: output.copy_(call())), output
 
 
 def scaled(arguments: dict[str, Any]) -> torch.Tensor:
@@ -97,6 +86,20 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         forward(call_with(noise(2)))
         with pytest.raises(expected, match=str(error)):
             forward(call_with(noise(2)))
+
+
+def test_what_need_not_be_recorded_runs_as_it_is() -> None:
+    attempts = []
+
+    def record(call: Any) -> Any:
+        attempts.append(call)
+        raise torch.OutOfMemoryError("full")
+
+    forward = RecordedForward(scaled, record=record, required=False)
+    for step in range(4):
+        arguments = call_with(noise(2, 3, seed=step))
+        assert torch.equal(forward(arguments), scaled(arguments))
+    assert len(attempts) == 1
 
 
 def _parallel_outputs() -> list[bool]:
