@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from comfyui_ferry.core.parallel import (
     AttentionWork,
+    CompiledBlocks,
     DenoiserWork,
     Machine,
     ParallelDims,
@@ -38,6 +39,7 @@ from comfyui_ferry.core.parallel import (
     count_work,
     parallelize,
     predict,
+    with_cudnn,
 )
 from comfyui_ferry.core.plans import find_plan
 from parallel_models import DENOISERS, Denoiser, Size
@@ -56,7 +58,9 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES; several times")
     parser.add_argument("--mesh", action="append", default=[], help="for example ulysses=2 or cfg=2,tp=2")
-    parser.add_argument("--modes", nargs="+", choices=["eager", "graph", "compile"], default=["eager"])
+    parser.add_argument(
+        "--modes", nargs="+", choices=["eager", "graph", "compile", "compile+graph"], default=["eager"]
+    )
     parser.add_argument("--rivals", action="store_true", help="diffusers beside, where it can")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -103,7 +107,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = [{"who": "ComfyUI", "mesh": {}, "mode": "eager"}]
     found += [{"who": "ours", "mesh": mesh, "mode": mode} for mesh in meshes for mode in options.modes]
     if options.rivals and DENOISERS[options.model].rival is not None:
-        modes = [mode for mode in options.modes if mode != "graph"]
+        modes = [mode for mode in options.modes if not mode.endswith("graph")]
         rival = [{}, *(mesh for mesh in meshes if set(mesh) <= {"ulysses", "ring"})]
         found += [{"who": "diffusers", "mesh": mesh, "mode": mode} for mesh in rival for mode in modes]
     return found
@@ -254,14 +258,17 @@ def our_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dty
         layout = build_mesh(dims)
         plan = find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
         handle = parallelize(model, plan, group=layout.sequence_group, tensor_group=layout.tensor_group)
-        options["optimized_attention_override"] = handle.attention_override
+        # As workers do it: see core/comfy_adapter/worker_forward.py.
+        override = handle.attention_override
+        if device.type == "cuda":
+            override = with_cudnn(override, plain_attention())
+        if row["mode"].startswith("compile"):
+            override = CompiledBlocks(model, plan).attention_override(override)
+        options["optimized_attention_override"] = override
         branch = layout.cfg_branch
 
         def call(**inputs: Any) -> torch.Tensor:
             return handle.run(forward, **inputs)
-
-    if row["mode"] == "compile":
-        compile_blocks(model)
 
     def steps(size: Size, conditionings: int) -> Callable[[], torch.Tensor]:
         prompts = range(conditionings) if dims.cfg == 1 else [branch]
@@ -272,7 +279,7 @@ def our_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dty
             outputs = [call(**inputs, transformer_options=dict(options)) for inputs in calls]
             return branches_together(outputs[0], dims.cfg)[0]
 
-        return captured(step) if row["mode"] == "graph" else step
+        return captured(step) if row["mode"].endswith("graph") else step
 
     return steps
 
@@ -333,12 +340,11 @@ def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-def compile_blocks(model: torch.nn.Module) -> None:
-    """Compile every block of the model's lists by itself."""
-    for child in model.children():
-        if isinstance(child, torch.nn.ModuleList):
-            for block in child:
-                block.compile(dynamic=False)
+def plain_attention() -> frozenset[Callable[..., torch.Tensor]]:
+    """Return ComfyUI's attention by PyTorch, as its overrides are called with it."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    return frozenset({attention_pytorch, getattr(attention_pytorch, "__wrapped__", attention_pytorch)})
 
 
 def rival_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Steps:
@@ -404,6 +410,7 @@ def line(
         predicted,
         "" if report["difference"] is None else f"{report['difference']:.1e}",
         ", ".join(f"{peak:.1f}" for peak in report["peak_gib"]),
+        f"{sum(report['host_pss_gib']):.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -411,14 +418,15 @@ def line(
 def table(results: list[dict[str, Any]], link_bytes_per_s: float) -> str:
     """Return the results as markdown; speed-ups are over ComfyUI's one GPU."""
     lines = [
-        "| size | who | GPUs | mode | step, median (range) | speed-up | predicted | difference | peak GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| size | who | GPUs | mode | step, median (range) | speed-up | predicted | difference "
+        "| peak GiB of each GPU | host GiB of all |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     alone = results[0].get("sizes", {})
     for result in results:
         mesh = " x ".join(f"{name} {degree}" for name, degree in result["mesh"].items()) or "1"
         if "failure" in result:
-            lines.append(f"| all | {result['who']} | {mesh} | {result['mode']} | failed | | | | |")
+            lines.append(f"| all | {result['who']} | {mesh} | {result['mode']} | failed | | | | | |")
         for size, report in result.get("sizes", {}).items():
             for count in (int(name.split()[1]) for name in report if name.startswith("seconds")):
                 lines.append(line(result, size, mesh, count, alone[size], link_bytes_per_s))

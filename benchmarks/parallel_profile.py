@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comfyui_ferry.core.parallel import CompiledBlocks, ParallelDims, build_mesh, parallelize
+from comfyui_ferry.core.parallel import CompiledBlocks, ParallelDims, build_mesh, parallelize, with_cudnn
 from comfyui_ferry.core.parallel.attention import ulysses
 from comfyui_ferry.core.parallel.collectives import start_all_to_all
 from comfyui_ferry.core.parallel.recorded_forward import RecordedForward
 from comfyui_ferry.core.plans import find_plan
+from parallel import plain_attention
 from parallel_models import DENOISERS, Size
 from torch.nn import functional as F
 
@@ -129,7 +130,9 @@ class Bench:
         for method in ("ulysses", "ring"):
             layout = build_mesh(ParallelDims(**{method: world}))
             handle = parallelize(model, plan, group=layout.sequence_group)
-            options = {"optimized_attention_override": handle.attention_override}
+            options = {
+                "optimized_attention_override": with_cudnn(handle.attention_override, plain_attention())
+            }
 
             def call(inputs: dict, handle: Any = handle, options: dict = options) -> Any:
                 return handle.run(forward, **inputs, transformer_options=dict(options))
@@ -145,7 +148,11 @@ class Bench:
             layout = build_mesh(ParallelDims(ulysses=world))
             handle = parallelize(model, plan, group=layout.sequence_group)
             compiled = CompiledBlocks(model, plan)
-            options = {"optimized_attention_override": compiled.attention_override(handle.attention_override)}
+            options = {
+                "optimized_attention_override": compiled.attention_override(
+                    with_cudnn(handle.attention_override, plain_attention())
+                )
+            }
 
             def compiled_call(inputs: dict) -> Any:
                 return handle.run(forward, **inputs, transformer_options=dict(options))

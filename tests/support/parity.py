@@ -166,9 +166,8 @@ def pool_layouts() -> dict[ParallelDims, RankLayout]:
         layouts[ParallelDims(ring=size)] = RankLayout(0, SequenceGroup(group, ring=group, ulysses=None))
         layouts[ParallelDims(tp=size)] = RankLayout(0, None, group)
     layouts |= {dims: build_mesh(dims) for dims in layouts_of(world_size)}
-    if world_size == 4:
-        layouts |= {dims: build_mesh(dims) for dims in _MORE_OF_FOUR}
-    return layouts
+    more = {4: _MORE_OF_FOUR, 8: MORE_OF_EIGHT}.get(world_size, ())
+    return layouts | {dims: build_mesh(dims) for dims in more}
 
 
 _MORE_OF_FOUR = (
@@ -176,6 +175,13 @@ _MORE_OF_FOUR = (
     ParallelDims(cfg=2, ulysses=2),
     ParallelDims(tp=2, ulysses=2),
     ParallelDims(tp=2, ring=2),
+)
+
+
+MORE_OF_EIGHT = (
+    ParallelDims(cfg=2, ulysses=4),
+    ParallelDims(cfg=2, ring=2, ulysses=2),
+    ParallelDims(cfg=2, tp=2, ulysses=2),
 )
 
 
