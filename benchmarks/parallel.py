@@ -174,7 +174,9 @@ def run_rank(options: argparse.Namespace, row: dict[str, Any]) -> None:
             sizes[str(size)]["work"] = asdict(work_of(denoiser, size, dtype))
     if rank == 0:
         (Path(row["shared"]) / "report.json").write_text(json.dumps({"sizes": sizes}))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a process group with recorded collectives does not end
 
 
 Steps = Callable[[Size, int], Callable[[], torch.Tensor]]
@@ -330,7 +332,7 @@ def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()
 
     def replay() -> torch.Tensor:
