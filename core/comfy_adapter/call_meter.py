@@ -8,10 +8,11 @@ between any degrees. The first call of a sampling warms up and does not count fo
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -37,7 +38,8 @@ class Usage:
     Attributes:
         ranks: Each worker.
         evaluation_s: Seconds an evaluation in this sampling, None before its second call is over.
-        exchange_share: Part of the workers' calls spent waiting for each other, None where not known.
+        exchange_share: Part of the workers' calls spent waiting for each other, over the calls of this
+            sampling in which that could be told; None if it could in none.
     """
 
     ranks: tuple[RankUse, ...]
@@ -49,7 +51,8 @@ class Usage:
 class _RankTotals:
     busy_s: float = 0.0
     waited_s: float = 0.0
-    waits_known: bool = True
+    # Of the calls that told what they waited.
+    told_busy_s: float = 0.0
     memory_bytes: int | None = None
 
 
@@ -81,7 +84,7 @@ class CallMeter:
         with self._lock:
             self._totals = _Totals([_RankTotals() for _ in range(self._num_ranks)])
             self._read_at_s = self._clock()
-            self._read_before = [(0.0, 0.0)] * self._num_ranks
+            self._read_before = [_RankTotals() for _ in range(self._num_ranks)]
             self._away = 0
             self._left_s = 0.0
             self._evaluations = 0
@@ -111,8 +114,9 @@ class CallMeter:
             for rank, reply in replies.items():
                 total = self._totals.ranks[rank]
                 total.busy_s += reply["busy_s"]
-                total.waited_s += reply["waited_s"] or 0.0
-                total.waits_known &= reply["waited_s"] is not None
+                if reply["waited_s"] is not None:
+                    total.waited_s += reply["waited_s"]
+                    total.told_busy_s += reply["busy_s"]
                 total.memory_bytes = reply["memory_bytes"]
 
     def read(self) -> Usage:
@@ -121,14 +125,14 @@ class CallMeter:
             now_s = self._clock()
             elapsed_s = max(now_s - self._read_at_s, 1e-9)
             ranks = []
-            for total, (busy_s, waited_s) in zip(self._totals.ranks, self._read_before, strict=True):
+            for total, before in zip(self._totals.ranks, self._read_before, strict=True):
                 # A call counts when its reply is here, so it may reach back before the last reading.
-                waits = min(1.0, (total.waited_s - waited_s) / elapsed_s)
-                busy = min(1.0, (total.busy_s - busy_s) / elapsed_s)
-                known = total.waits_known
+                waits = min(1.0, (total.waited_s - before.waited_s) / elapsed_s)
+                busy = min(1.0, (total.busy_s - before.busy_s) / elapsed_s)
+                known = math.isclose(total.told_busy_s - before.told_busy_s, total.busy_s - before.busy_s)
                 ranks.append(RankUse(max(0.0, busy - waits), waits if known else None, total.memory_bytes))
             self._read_at_s = now_s
-            self._read_before = [(total.busy_s, total.waited_s) for total in self._totals.ranks]
+            self._read_before = [replace(total) for total in self._totals.ranks]
             return Usage(tuple(ranks), self._evaluation_s(), self._exchange_share())
 
     def _evaluation_s(self) -> float | None:
@@ -137,7 +141,5 @@ class CallMeter:
         return sum(seconds for seconds, _ in counted) / evaluations if evaluations else None
 
     def _exchange_share(self) -> float | None:
-        used = [total for total in self._totals.ranks if total.busy_s]
-        if not used or not all(total.waits_known for total in used):
-            return None
-        return sum(total.waited_s for total in used) / sum(total.busy_s for total in used)
+        told_s = sum(total.told_busy_s for total in self._totals.ranks)
+        return sum(total.waited_s for total in self._totals.ranks) / told_s if told_s else None

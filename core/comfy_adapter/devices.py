@@ -82,9 +82,11 @@ def describe_devices() -> dict[str, Any]:
 
 
 def device_index(device: str, rank: int) -> int:
-    """Return the index by which people know the device of a rank; on the CPU that of the worker."""
+    """Return the index by which people know the device of a rank; on the CPU or a cluster the rank."""
+    if not device.startswith("GPU-"):
+        return rank
     available = _available_devices()
-    return available.index(device) if device != "cpu" and device in available else rank
+    return available.index(device) if device in available else rank
 
 
 def _gpu(index: int) -> dict[str, Any]:

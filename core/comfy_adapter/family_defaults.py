@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..training.families import FamilyDefaults, find_family
+from .user_settings import default_budget_gb
 
 AUTO = "auto"
 NOISE_RANGES = (AUTO, "all", "high", "low")
@@ -83,6 +84,11 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
         "loss_weighting": family.loss_weighting,
         "guidance": family.guidance,
     }
+    if values.get("offload", True):
+        for kind in ("vram", "ram"):
+            name = f"{kind}_budget_gb"
+            defaults[name] = default_budget_gb(kind)
+            automatic[name] = not values[name] and defaults[name] > 0
     values |= {name: defaults[name] for name, is_automatic in automatic.items() if is_automatic}
     values["guidance_is_default"] = automatic["guidance"]
     values["lowest_noise"], values["highest_noise"] = _noise_range(family, values["noise_range"])
@@ -133,4 +139,7 @@ def _describe(family: FamilyDefaults, values: dict[str, Any], automatic: dict[st
         parts.append(f"noise {values['lowest_noise']:g} to {values['highest_noise']:g}")
     if values["gpus"] > 1:
         parts.append(f"{values['gpus']} GPUs")
+    for kind in ("vram", "ram"):
+        if automatic.get(name := f"{kind}_budget_gb"):
+            parts.append(f"{values[name]:g} GB of {kind.upper()} (Settings > Ferry)")
     return f"{family.name}: {', '.join(parts)}"

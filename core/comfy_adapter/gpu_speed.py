@@ -1,15 +1,20 @@
-"""How fast the machine's GPUs are, for the planner: products and attention timed, links looked up."""
+"""How fast the machine's GPUs are, for the planner: products and attention are timed.
+
+The links are measured once, before workers are first started on a set of GPUs; until then a figure by the
+boards' name stands in.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import comfy.model_management
 import torch
 
 from ..parallel import Machine
+from ..workers import known_links
 from .devices import worker_devices
 
 # One direction, as usually reached in all-to-all: NVLink of data centre GPUs; PCIe 4 x16 from GPU to GPU;
@@ -31,7 +36,7 @@ def describe_machine(gpus: int) -> Machine:
     Raises:
         RequestError: If there are not that many.
     """
-    worker_devices(gpus)
+    devices = worker_devices(gpus)
     device = comfy.model_management.get_torch_device()
     linear, attention = _measured_flops(device)
     return Machine(
@@ -39,7 +44,7 @@ def describe_machine(gpus: int) -> Machine:
         memory_bytes=comfy.model_management.get_total_memory(device),
         linear_flops_per_s=linear,
         attention_flops_per_s=attention,
-        link_bytes_per_s=_link_bytes_per_s(gpus) if device.type == "cuda" else _HOST_BYTES_PER_S,
+        link_bytes_per_s=_link_bytes_per_s(devices) if device.type == "cuda" else _HOST_BYTES_PER_S,
         collective_s=_WAIT_S.get(device.type, _WAIT_S["cuda"]),
         launch_s=_LAUNCH_S,
     )
@@ -72,9 +77,13 @@ def _seconds(function: Callable[[], torch.Tensor], device: torch.device) -> floa
     return min(timed() for _ in range(4))
 
 
-def _link_bytes_per_s(gpus: int) -> float:
-    if gpus == 1:
+def _link_bytes_per_s(devices: Sequence[str]) -> float:
+    """Return what the slowest pair of GPUs reached when it was measured, else what boards like it reach."""
+    if len(devices) == 1:
         return _NVLINK_BYTES_PER_S
+    found = known_links(devices)
+    if found is not None and found["links"]:
+        return min(link["bytes_per_s"] for link in found["links"])
     if not torch.cuda.can_device_access_peer(0, 1):
         return _HOST_BYTES_PER_S
     # Peer access over NVLink is what data centre boards have; other boards with peer access use PCIe.

@@ -16,7 +16,7 @@ from ..errors import RequestError, SaveError
 from ..training import ALGORITHMS, save_verified
 
 # What is still zero after a training has learned nothing; of each algorithm.
-_ZERO_AT_START = (".lora_up.weight", ".lokr_w2", ".lokr_w2_a", ".hada_w2_a")
+_ZERO_AT_START = (".lora_up.weight", ".lora_B.weight", ".lokr_w2", ".lokr_w2_a", ".hada_w2_a")
 
 
 def check_prefix(prefix: str) -> None:
@@ -83,10 +83,13 @@ def verify_lora(model: Any, lora: Mapping[str, Tensor]) -> None:
     taken = {key for patch in patches.values() for key in patch.loaded_keys}
     # These are read by the loader itself, with the adapter of the same name.
     names = [name for kind in ALGORITHMS.values() for name in kind.file_names.values()]
+    names += ["lora_B.weight"]
     layers = {key.removesuffix(f".{name}") for key in taken for name in names if key.endswith(f".{name}")}
     taken |= {f"{layer}.{name}" for layer in layers for name in ("alpha", "dora_scale")}
     skipped = sorted(key for key in lora if key not in taken)
-    unknown = sorted(set(map(str, patches)) - set(model.model.state_dict()))
+    # A part of a packed layer is named with its place in it.
+    changed = {key if isinstance(key, str) else key[0] for key in patches}
+    unknown = sorted(changed - set(model.model.state_dict()))
     if skipped or unknown or not patches:
         raise SaveError(
             f"ComfyUI's loader would skip {len(skipped)} of {len(lora)} keys ({skipped[:5]}) and does not "

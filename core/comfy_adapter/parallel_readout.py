@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ _MOST_KEPT = 256
 
 _lock = threading.Lock()
 _one_gpu_s: dict[tuple, float] = {}  # seconds an evaluation, by what was evaluated
+# A forward that is recorded or compiled later tells its waits only in its first calls.
+_exchange_shares: dict[tuple, float] = {}  # by what was evaluated and the degrees
 _latest: dict[str, dict[str, Any]] = {}  # the last event of each node
 
 
@@ -52,7 +54,7 @@ class ParallelReadout:
         parameter = next(iter(module.parameters()), None)
         config = getattr(getattr(model, "model_config", None), "unet_config", None)
         dtype = None if parameter is None else parameter.dtype
-        self._model = (class_path(module), str(config), str(dtype), self._devices[0] == "cpu")
+        self._model = (class_path(module), str(config), str(dtype), self._devices[0][:3])  # cpu, GPU, cluster
         self._has_news = False
         self.meter.begin()
 
@@ -72,7 +74,7 @@ class ParallelReadout:
 
     def _tell(self, *, running: bool) -> None:
         self._told_s = time.monotonic()
-        usage = self.meter.read()
+        usage = self._with_known_share(self.meter.read())
         one_gpu_s = self._one_gpu_s(usage)
         if self._node_id is None:
             return
@@ -83,6 +85,14 @@ class ParallelReadout:
             _latest[self._node_id] = event
             _trim(_latest)
         send_event(EVENT, event)
+
+    def _with_known_share(self, usage: Usage) -> Usage:
+        key = (self._work, self._dims)
+        with _lock:
+            if usage.exchange_share is not None:
+                _exchange_shares[key] = usage.exchange_share
+                _trim(_exchange_shares)
+            return replace(usage, exchange_share=_exchange_shares.get(key))
 
     def _one_gpu_s(self, usage: Usage) -> float | None:
         with _lock:

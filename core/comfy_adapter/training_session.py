@@ -21,6 +21,7 @@ from ..log import get_logger
 from ..offload import OffloadTrainingManager
 from ..training import Training, TrainingState
 from .lora_files import save_lora
+from .portable_lora import portable_lora
 from .running_trainings import RunningTraining, TrainingProgress, show_text
 from .training_preview import Previewer
 from .training_request import SAVE_DTYPES, TrainingRequest
@@ -167,7 +168,8 @@ class TrainingSession:
             SaveError: If it could not be written or ComfyUI's loader would not take all of it.
         """
         metadata = self.metadata(steps)
-        path = save_lora(self.model, tensors, prefix=self.request.saves.prefix, metadata=metadata)
+        named = portable_lora(self.model, tensors, algorithm=self.request.lora.algorithm)
+        path = save_lora(self.model, named, prefix=self.request.saves.prefix, metadata=metadata)
         _LOG.info("saved %s", path)
         return path
 

@@ -9,6 +9,7 @@ from .running_trainings import send_event
 
 EVENT = "ferry.workers"
 _OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory", re.IGNORECASE)
+_POOL_LOST = re.compile(r"the pool is lost \((.*)\)\.?")  # as ``WorkerPool.ended_because`` says it
 _AGAIN = "Queue the prompt again: new workers start by themselves."
 
 
@@ -43,6 +44,8 @@ def loss_notice(reason: str, workers: int) -> WorkerNotice:
         workers: How many there were.
     """
     first = reason.strip().splitlines()[0] if reason.strip() else "the workers are gone"
+    if wrapped := _POOL_LOST.fullmatch(first):
+        first = wrapped[1]
     if _OUT_OF_MEMORY.search(first):
         remedy = (
             "Make the picture or video smaller, raise ulysses_degree or tensor_parallel_degree, use an fp8 "

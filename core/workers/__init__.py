@@ -12,6 +12,7 @@ from .doctor import describe as describe_findings
 from .doctor import examine as examine_machine
 from .engine import RankEngine
 from .host_memory import UnchangedFilePages, available_host_bytes, file_backed_bytes
+from .links import known_links
 from .pool import WorkerPool
 from .protocol import check_sendable
 from .shared_arena import SharedArena, open_arena
@@ -38,5 +39,6 @@ __all__ = [
     "describe_findings",
     "examine_machine",
     "file_backed_bytes",
+    "known_links",
     "open_arena",
 ]

@@ -45,6 +45,21 @@ def probe_links(devices: Sequence[str] | None, *, refresh: bool = False) -> dict
         return found
 
 
+def known_links(devices: Sequence[str]) -> dict[str, Any] | None:
+    """Return what an earlier probe of these GPUs found, if it was good; starts nothing.
+
+    Args:
+        devices: GPUs by UUID, in the order in which they were probed.
+    """
+    key = _key(",".join(devices))
+    with _lock:
+        found = _known.get(key) or _read(_cache_file(key))
+        if found is not None and found["failure"] is None:
+            _known[key] = found
+            return found
+        return None
+
+
 def check_links(devices: Sequence[str | int]) -> None:
     """Refuse GPUs over which NCCL hangs or gives wrong data, before any worker is started on them.
 

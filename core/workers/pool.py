@@ -78,6 +78,15 @@ class WorkerPool(RankEngine):
         running = all(rank.process.poll() is None for rank in self._group.ranks)
         return running and not self._calls.ended
 
+    @property
+    def idle_s(self) -> dict[int, float]:
+        """For how long each rank has done nothing although a call waits for it."""
+        return self._watchdog.idle_s
+
+    def abort(self, cause: str) -> None:
+        """End the pool as lost; open calls fail with ``cause`` and every rank's stacks."""
+        self._watchdog.report(cause)
+
     def close(self) -> None:
         """Stop the workers; open calls end with ``WorkerError``. May be called again."""
         self._finalizer.detach()

@@ -96,7 +96,7 @@ class StallDetector:
         stopped = tuple(rank for rank, silent in self._stopped_s.items() if silent >= self._limit_s)
         if stopped:
             return Stall(stopped, (), self._limit_s)
-        for jobs, ranks in _connected(calls):
+        for jobs, ranks in connected(calls):
             idle = tuple(sorted(rank for rank in ranks if self._idle_s[rank] >= self._limit_s))
             enough = self._one_is_enough and "start" not in jobs
             if idle and (enough or (self._all_are_enough and len(idle) == len(ranks))):
@@ -115,6 +115,11 @@ class StallDetector:
             if ranks:
                 return Stall(ranks, (call.job,), limit_s, call.usual_s)
         return None
+
+    @property
+    def idle_s(self) -> dict[int, float]:
+        """For how long each rank has done nothing although a call waits for it."""
+        return dict(self._idle_s)
 
     def close(self) -> None:
         """Look no more."""
@@ -138,7 +143,7 @@ class StallDetector:
         self._calls[rank] = numbers
 
 
-def _connected(calls: Iterable[PendingCall]) -> list[tuple[set[str], set[int]]]:
+def connected(calls: Iterable[PendingCall]) -> list[tuple[set[str], set[int]]]:
     """Return jobs and missing ranks of the calls, together where they share a rank."""
     groups: list[tuple[set[str], set[int]]] = []
     for call in calls:

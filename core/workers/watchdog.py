@@ -96,6 +96,11 @@ class Watchdog:
         self._cause = self._cause or cause
         self._wake()
 
+    @property
+    def idle_s(self) -> dict[int, float]:
+        """For how long each rank has done nothing although a call waits for it."""
+        return self._stalls.idle_s
+
     def close(self) -> None:
         """End the pool: in good order if no call is under way, at once otherwise.
 

@@ -143,6 +143,13 @@ class _Service:
     def _on_part(self, frame: Frame) -> None:
         """Nothing is left to do: the bytes were received into their place."""
 
+    def _on_abort(self, frame: Frame) -> None:
+        """End the ranks of this node with what they were doing, because the parent gave the pool up."""
+        if self.pool is not None:
+            self.pool.abort(frame.fields["cause"])
+            if not self.pool.busy:
+                self._say_lost("no call was under way here")
+
     def _on_drop(self, frame: Frame) -> None:
         self.files.drop(frame.fields["number"])
 
@@ -199,7 +206,9 @@ class _Service:
         while not self.over.wait(_BEAT_S):
             pool = self.pool
             try:
-                self.stream.send({"kind": "beat", "available_bytes": available_host_bytes()})
+                idle_s = {} if pool is None else pool.idle_s
+                beat = {"kind": "beat", "available_bytes": available_host_bytes(), "idle_s": idle_s}
+                self.stream.send(beat)
                 if pool is not None and not pool.alive and not pool.busy:
                     self._say_lost(pool.ended_because or "its workers ended between two calls")
             except OSError:

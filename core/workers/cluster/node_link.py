@@ -23,6 +23,7 @@ class NodeLink:
         stream: The connection to it.
         devices: Device of each of its ranks.
         available_bytes: Host memory that the node has left, as it last said.
+        idle_s: For how long each of its ranks has done nothing although a call waits, as it last said.
         heard_at: When it last said anything, by ``time.monotonic``.
         answers: What it answered to ``ask``.
     """
@@ -32,6 +33,7 @@ class NodeLink:
     stream: Stream
     devices: list[str]
     available_bytes: int
+    idle_s: dict[int, float] = field(default_factory=dict)
     heard_at: float = field(default_factory=time.monotonic)
     answers: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
 

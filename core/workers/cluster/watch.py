@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from ...errors import WorkerError
 from ..calls import CallTable
 from ..spec import Deadlines
+from ..stalls import connected
 from .driver_process import DriverProcess
 from .node_link import NodeLink
 from .stream import Frame
@@ -30,6 +31,7 @@ _TICK_S = 0.1
 _SETTLE_S = 2.0
 _MOMENT_S = 0.3
 _TIDY_S = 1.5
+_NEWS_S = 1.0
 # The node's own watch comes first: it can say what its ranks were doing.
 _LATE_S = 2.0
 _JOIN_SLACK_S = 15.0
@@ -113,6 +115,7 @@ class ClusterWatch:
         kind = frame.fields["kind"]
         if kind == "beat":
             link.available_bytes = frame.fields["available_bytes"]
+            link.idle_s = {int(rank): seconds for rank, seconds in frame.fields["idle_s"].items()}
         elif kind == "answer":
             link.answers.put(frame.fields)
         elif kind == "lost":
@@ -145,7 +148,9 @@ class ClusterWatch:
                 return False
             if self._closing:
                 return True
-            self._cause = self._find_late(looked_at) or self._find_silent()
+            self._cause = self._find_late(looked_at) or self._find_hanging() or self._find_silent()
+            if self._cause is not None:
+                self._abort(self._cause)
             self._tidy()
 
     def _take_news(self, timeout_s: float) -> None:
@@ -171,6 +176,34 @@ class ClusterWatch:
             return None
         ranks = ", ".join(str(rank) for rank in sorted(call.missing))
         return f"job {call.job!r} had no reply from rank {ranks} within its deadline of {call.deadline_s:g} s"
+
+    def _find_hanging(self) -> str | None:
+        """Return what hangs: calls of which every rank that could bring them on does nothing.
+
+        One node cannot tell, because its ranks may be waiting for those of another. With NCCL waiting shows
+        as work, and each node finds its own hanging ranks.
+        """
+        limit_s, now = self._deadlines.stall_s, time.monotonic()
+        calls = self._calls.running()
+        # What a node said before it took up a call says nothing about that call.
+        if any(now - (call.due - call.deadline_s) < limit_s + _NEWS_S for call in calls):
+            return None
+        idle_s = {rank: seconds for link in self._links for rank, seconds in link.idle_s.items()}
+        for jobs, ranks in connected(calls):
+            if all(idle_s.get(rank, 0.0) >= limit_s for rank in ranks):
+                which = ", ".join(map(str, sorted(ranks)))
+                names = ", ".join(map(repr, sorted(jobs)))
+                return f"job {names} hangs: worker ranks {which} were idle for {limit_s:g} s"
+        return None
+
+    def _abort(self, cause: str) -> None:
+        """Have the nodes say what their ranks are doing, and give them the time for it."""
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.stream.send({"kind": "abort", "cause": cause})
+        until = time.monotonic() + _SETTLE_S
+        while len(self._lost) < len(self._links) and time.monotonic() < until and not self._driver_ended:
+            self._take_news(_TICK_S)
 
     def _find_silent(self) -> str | None:
         now = time.monotonic()
