@@ -97,6 +97,7 @@ def main(num_nodes: int, folder: str) -> None:
                     for process in psutil.Process(info.process.pid).children(recursive=True):
                         process.kill()
             cluster.remove_node(node, allow_graceful=False)
+            cluster.wait_for_nodes()  # until the head has noticed
             say()
         else:
             found = psutil.Process().children(recursive=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError, WorkerError
-from comfyui_ferry.core.workers import ClusterPool, ClusterSpec, SharedArena
+from comfyui_ferry.core.workers import ClusterPool, ClusterSpec, Deadlines, SharedArena
 from ferry_support.worker_specs import cpu_spec, exists, grown, open_files, wait_until_gone
 
 pytestmark = pytest.mark.timeout(280)
@@ -30,8 +30,13 @@ def one_thread_each():
 @pytest.fixture(scope="module")
 def pool(ray_cluster):
     """One rank on each of two nodes, for the tests that leave it as it is; the last one does not."""
-    with ClusterPool.start(cpu_spec(2), ClusterSpec(ray_cluster.address)) as started:
+    with ClusterPool.start(spec(2), ClusterSpec(ray_cluster.address)) as started:
         yield started
+
+
+def spec(num_ranks: int):
+    """Room for a busy machine: an agent and then a rank import PyTorch on each node."""
+    return cpu_spec(num_ranks, deadlines=Deadlines(start_s=200, call_s=60, collective_s=60))
 
 
 def left() -> dict[str, int]:
@@ -93,7 +98,7 @@ def test_a_cancelled_call_leaves_the_pool_as_it_was(pool):
 def test_more_ranks_than_the_cluster_has_are_refused(ray_cluster):
     before = left()
     with pytest.raises(RequestError, match=r"gpus=3 was asked.*2 nodes have 2 CPUs in all"):
-        ClusterPool.start(cpu_spec(3), ClusterSpec(ray_cluster.address))
+        ClusterPool.start(spec(3), ClusterSpec(ray_cluster.address))
     assert grown(left, before) == {}
 
 
@@ -116,21 +121,23 @@ def test_a_killed_rank_ends_the_call_and_everything_with_it(pool, ray_cluster):
 def test_a_node_that_dies_ends_the_call_and_a_wrong_one_in_its_place_is_refused(ray_cluster, tmp_path):
     """The next pool after the fault before works: it is the one that this fault ends."""
     before = left()
-    pool = ClusterPool.start(cpu_spec(2), ClusterSpec(ray_cluster.address))
+    pool = ClusterPool.start(spec(2), ClusterSpec(ray_cluster.address))
     assert [sums.tolist() for sums in pool.call("sum", {"value": torch.ones(1)}).values()] == [[3], [3]]
     agents = ray_cluster.agents()
     killed = []
-    threading.Timer(0.5, lambda: (killed.append(time.monotonic()), ray_cluster.kill_last_node())).start()
+    strike = threading.Timer(0.5, lambda: (killed.append(time.monotonic()), ray_cluster.kill_last_node()))
+    strike.start()
     with pytest.raises(WorkerError, match=r"^node .* \(rank 1\): it is gone"):
         pool.call("stall_on", {"rank": 0})
     assert time.monotonic() - killed[0] < 5
+    strike.join()
     assert wait_until_gone(agents, 5) == []
     with pytest.raises(RequestError, match=r"1 nodes have 1 CPUs"):
-        ClusterPool.start(cpu_spec(2), ClusterSpec(ray_cluster.address))
+        ClusterPool.start(spec(2), ClusterSpec(ray_cluster.address))
     ray_cluster.add_node(COMFYUI_FERRY_ROOT=str(tmp_path))
     with pytest.raises(
         RequestError, match=r"rank.*not like this machine: the pack is not in .*docs/clusters"
     ):
-        ClusterPool.start(cpu_spec(2), ClusterSpec(ray_cluster.address))
+        ClusterPool.start(spec(2), ClusterSpec(ray_cluster.address))
     assert wait_until_gone(ray_cluster.agents(), 5) == []
     assert grown(left, before) == {}
