@@ -5,8 +5,8 @@ instead of ``torch.utils.checkpoint``, because
 
 - the recomputation runs as ordinary autograd, with its own check for tensors changed in place; the
   saved-tensor hooks of the non-reentrant kind switch that check off;
-- the block works on copies of its floating inputs, so it cannot change what it is computed from
-  again, and a block that does try is found at its first call;
+- at its first call the block works on copies of its floating inputs, so that one which changes them is
+  found; from then on autograd's check of the kept inputs would find it;
 - it works if no input carries a gradient, as in front of the first adapter.
 
 The model's last block is run once only: the backward begins with it, so what it keeps costs no more
@@ -65,7 +65,7 @@ class _CheckpointHook(ModuleHook):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call = _Call(self, forward, module, (args, kwargs))
-        outputs = _Recompute.apply(call, torch.empty(0, requires_grad=True), *call.graph_inputs)
+        outputs = _Recompute.apply(call, torch.empty(0, requires_grad=True), *call.take_inputs())
         return call.join_outputs(outputs)
 
     def check_unchanged(self, copies: Sequence[Tensor]) -> None:
@@ -107,22 +107,28 @@ class _Call:
             for index, leaf in enumerate(self.leaves)
             if isinstance(leaf, Tensor) and not leaf.is_inference()
         ]
-        self.graph_inputs = [self.leaves[index] for index in self.positions]
-        for index in self.positions:
-            self.leaves[index] = None
-        self.autocast = _autocast_state(self.graph_inputs)
-        self.random = _RandomState.take(self.graph_inputs) if module.training else None
+        inputs = [self.leaves[index] for index in self.positions]
+        self.autocast = _autocast_state(inputs)
+        self.random = _RandomState.take(inputs) if module.training else None
         self.probes: list[Tensor] | None = None
         self.output_leaves: list[Any] = []
         self.output_spec: Any = None
 
+    def take_inputs(self) -> list[Tensor]:
+        """Hand the input tensors over: autograd keeps them, and lets go of them after their backward."""
+        inputs = [self.leaves[index] for index in self.positions]
+        for index in self.positions:
+            self.leaves[index] = None
+        return inputs
+
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Call the block on copies of ``tensors`` and return its output tensors."""
+        """Call the block on ``tensors``, or copies of them, and return its output tensors."""
         leaves = list(self.leaves)
         copies = []
         for index, tensor in zip(self.positions, tensors, strict=True):
-            leaves[index] = tensor.clone() if tensor.is_floating_point() else tensor
-            if tensor.is_floating_point():
+            leaves[index] = tensor
+            if tensor.is_floating_point() and not self.hook.checked:
+                leaves[index] = tensor.clone()
                 copies.append(leaves[index])
         args, kwargs = tree_unflatten(leaves, self.spec)
         with self.autocast():
@@ -131,8 +137,9 @@ class _Call:
         found = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
         self.output_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor)]
-        # Views among several outputs may not be written to later on; a block's caller may want to.
-        return [leaf.clone() if leaf._is_view() else leaf for leaf in found]
+        # Views among several outputs, and inputs, may not be written to later on; a caller may want to.
+        given = {id(tensor) for tensor in tensors}
+        return [leaf.clone() if leaf._is_view() or id(leaf) in given else leaf for leaf in found]
 
     def join_outputs(self, tensors: Sequence[Tensor]) -> Any:
         """Return the block's output structure around ``tensors``."""

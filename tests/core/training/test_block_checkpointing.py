@@ -92,9 +92,9 @@ def test_outputs_and_gradients_are_equal(needs_input_gradient):
 
 
 def test_a_first_block_without_any_gradient_at_its_input_learns():
-    model = Stack(count=1).eval()
+    model = Stack(count=2).eval()
     checkpointed(model)
-    _, (weight, bias) = gradients(model, torch.randn(5, 4))
+    _, (weight, bias, *_) = gradients(model, torch.randn(5, 4))
     assert weight.any()
     assert bias.any()
 
@@ -113,7 +113,7 @@ def test_dropout_falls_the_same_way_again():
 
 def test_nested_arguments_and_results_keep_their_gradients():
     torch.manual_seed(0)
-    model = Stack(PairBlock, count=1)
+    model = Stack(PairBlock, count=2)
     block = model.blocks[0]
     image, text = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     scale = torch.tensor(0.5, requires_grad=True)
@@ -136,7 +136,7 @@ def test_nested_arguments_and_results_keep_their_gradients():
 
 
 def test_an_unused_output_gives_no_gradient_instead_of_zeros():
-    model = Stack(PairBlock, count=1)
+    model = Stack(PairBlock, count=2)
     checkpointed(model)
     image, text = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     (out_image, _), _ = model.blocks[0](
@@ -162,8 +162,58 @@ def test_a_change_that_breaks_the_backward_is_not_silent():
         output.sum().backward()
 
 
+def test_a_change_at_a_later_call_is_not_silent():
+    class Later(Block):
+        def forward(self, x, extra=None, options=None):
+            self.calls += 1
+            return self.linear(x.add_(1) if self.calls > 2 else x)
+
+    model = Stack(Later)
+    checkpointed(model)
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_that_returns_its_input(first):
+    class Passing(nn.Module):
+        def forward(self, x, extra=None, options=None):
+            return x
+
+    model = Stack()
+    model.blocks[0] = Passing()
+    x = torch.randn(2, 4)
+    expected = gradients(model.eval(), x)
+    checkpointed(model)
+    for _ in range(1 if first else 2):
+        actual = gradients(model, x)
+    assert torch.equal(actual[0], expected[0])
+
+
+def test_inputs_are_let_go_as_the_backward_goes_on():
+    """Each block's inputs are freed after its backward, while the output is still held."""
+    alive, kept = [], []
+
+    class Watching(Block):
+        def forward(self, x, extra=None, options=None):
+            if not torch.is_grad_enabled():
+                kept.append(weakref.ref(x.untyped_storage()))
+            alive.append(sum(ref() is not None for ref in kept))
+            return super().forward(x)
+
+    model = Stack(Watching, count=5)
+    checkpointed(model)
+    for _ in range(2):  # the first step works on copies
+        alive.clear(), kept.clear()
+        output = model(torch.randn(2, 4))
+        loss = output.sum()
+        loss.backward()
+        assert alive[4:] == sorted(alive[4:], reverse=True) and alive[-1] <= 1
+
+
 def test_an_input_changed_after_the_block_is_not_silent():
-    model = Stack(count=1)
+    model = Stack(count=2)
     checkpointed(model)
     x = torch.randn(2, 4)
     output = model(x)
@@ -174,7 +224,7 @@ def test_an_input_changed_after_the_block_is_not_silent():
 
 def test_the_caller_may_write_to_the_output():
     torch.manual_seed(0)
-    model = Stack(PairBlock, count=1).eval()
+    model = Stack(PairBlock, count=2).eval()
     checkpointed(model)
     (image, text), _ = model.blocks[0](
         (torch.randn(2, 4), torch.randn(2, 4)), vec={"scale": torch.tensor(1.0)}, options={"strength": 1.0}
@@ -259,7 +309,7 @@ def test_tensors_from_inference_mode_may_be_passed():
         def forward(self, x, table):
             return x + self.linear(x) * table
 
-    model = Stack(WithTable, count=1)
+    model = Stack(WithTable, count=2)
     checkpointed(model)
     model.blocks[0](torch.randn(2, 4), table.clone()).sum().backward()
     assert model.blocks[0].linear.weight.grad is not None
