@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 
 from .buckets import Bucket, Segment
@@ -38,7 +37,7 @@ from .saved_tensors import SavedTensorHooks
 from .step_timer import IdleTimer, StepTimer, watch
 from .store import Store
 from .transfer import make_transfer
-from .unobserved import exclusive
+from .unobserved import exclusive, uncompiled
 
 if TYPE_CHECKING:
     from .manager import OffloadTrainingManager
@@ -71,7 +70,7 @@ class Engine:
 
     # Forwards
 
-    @_disable_dynamo
+    @uncompiled
     def enter(self, unit: Unit) -> Scope:
         """Open a forward's scope and bring its unit in.
 
@@ -98,7 +97,7 @@ class Engine:
             raise
         return scope
 
-    @_disable_dynamo
+    @uncompiled
     def is_covered(self, unit: Unit) -> bool:
         """Return whether the forwards around this one have the unit and its hooks in place already."""
         scopes = self._scopes()
@@ -106,7 +105,7 @@ class Engine:
             return False
         return all(any(id(bucket) in scope.buckets for scope in reversed(scopes)) for bucket in unit.buckets)
 
-    @_disable_dynamo
+    @uncompiled
     def leave(self, scope: Scope) -> None:
         """Close a forward's scope; what nobody else needs leaves the target or is cached."""
         if scope.has_pushed_hooks:
@@ -154,7 +153,7 @@ class Engine:
         self._end_forward()
         self.end_all_tasks()
 
-    @_disable_dynamo
+    @uncompiled
     @exclusive
     def keep_returned(self, output: Any) -> None:
         """Hand a parameter that a forward returns as it is over to the scope outside."""
@@ -169,7 +168,7 @@ class Engine:
 
     # Reads
 
-    @_disable_dynamo
+    @uncompiled
     def read(self, holder: ManagedDict, name: str) -> None:
         """Bring a tensor in because a module's entry is being read, if a forward or backward runs."""
         scopes = self._scopes()

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import OffloadError
 from .buckets import Bucket, Segment
 from .segments import view_of_storage
+from .unobserved import uncompiled
 from .wrappers import Rebuild, take_apart
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class _HookPair:
         self.engine = engine
         self.outer = outer
 
-    @_disable_dynamo
+    @uncompiled
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor):
             leaves, rebuild = take_apart(tensor)
@@ -156,7 +156,7 @@ class _HookPair:
             return _OuterValue(self.outer[1], self.outer[0](tensor))
         return _KeptTensor(tensor, tensor._version)
 
-    @_disable_dynamo
+    @uncompiled
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _SlotHandle):
             packed.check()

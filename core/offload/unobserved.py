@@ -46,6 +46,31 @@ def run_unobserved(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwarg
         torch._C._set_grad_enabled(before)
 
 
+def uncompiled(method: Callable[..., Any]) -> Any:
+    """Keep ``torch.compile`` out of a method: a graph breaks at its call.
+
+    What ``torch._dynamo.disable`` makes takes the method's place at the first access, so that importing the
+    pack does not import the compiler, and calls pay for one wrapper only.
+    """
+    return _Uncompiled(method)
+
+
+class _Uncompiled:
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        functools.update_wrapper(self, method)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        import torch._dynamo
+
+        disabled: Any = torch._dynamo.disable(self._method, wrapping=False)
+        setattr(self._owner, self._name, disabled)
+        return disabled if instance is None else disabled.__get__(instance, owner)
+
+
 class _Locked(Protocol):
     @property
     def lock(self) -> AbstractContextManager[Any]: ...
