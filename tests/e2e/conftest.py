@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ferry_support.browser import find_browser
 from ferry_support.comfy_server import PACK, ComfyServer
 from ferry_support.tiny_checkpoint.make import ensure_checkpoint, link_checkpoint
+from ferry_support.tiny_workflow_files import write_files, write_pictures
 
 # Text encoders that CLIPLoader knows have 100 million weights or more; this node makes one of a few thousand.
 _TINY_CLIP_NODE = f"""
@@ -36,11 +39,15 @@ NODE_CLASS_MAPPINGS = {{"FerryTestTinyClip": TinyClip}}
 
 @pytest.fixture(scope="module")  # not longer: its workers are processes that other tests would count
 def server(tmp_path_factory: pytest.TempPathFactory, comfyui_path: Path) -> Iterator[ComfyServer]:
-    """A started server whose base folder holds the tiny checkpoint and the LoRA's pictures."""
+    """A started server with the tiny checkpoint, the LoRA's pictures, and tiny files for every workflow."""
     base = tmp_path_factory.mktemp("comfyui")
     link_checkpoint(ensure_checkpoint(PACK / ".demo" / "checkpoints", comfyui_path), base)
     (base / "custom_nodes").mkdir(exist_ok=True)
     (base / "custom_nodes" / "tiny_clip_node.py").write_text(_TINY_CLIP_NODE)
+    loader = PACK / "tests" / "support" / "tiny_loader_node.py"
+    (base / "custom_nodes" / loader.name).symlink_to(loader)
+    write_files(base / "models")
+    write_pictures(base, comfyui_path)
     with ComfyServer(base, comfyui_path) as started:
         yield started
 
@@ -49,3 +56,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, comfyui_path: Path) -> Iter
 def workflow() -> dict[str, Any]:
     """The shipped workflow, as the canvas saves it."""
     return json.loads((PACK / "workflows" / "train_and_sample.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def chromium() -> None:
+    """Skip without Chromium; CI has to have it."""
+    if find_browser() is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("no Chromium in CI: the browser tests have to run there")
+        pytest.skip("no Chromium (apt-get install chromium)")

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ferry_support.browser import FIT_VIEW, open_page, wait_until_ready
 from ferry_support.comfy_server import PACK, ComfyServer, comfyui_version
+from ferry_support.opened_workflows import NAMES, Canvas, path_of, runs_here
 
 pytestmark = [pytest.mark.comfy, pytest.mark.e2e, pytest.mark.timeout(300)]
 
-_FLAGS = [
-    "--no-sandbox",  # tests run as root in CI
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
-_READY = """() => window.app?.graph && window.app.extensionManager && document.querySelector('canvas')
-    && 'FerryParallelSampler' in (window.LiteGraph?.registered_node_types ?? {})"""
 _DROP = """([name, text]) => {
     const data = new DataTransfer();
     data.items.add(new File([text], name, {type: 'application/json'}));
@@ -44,33 +33,13 @@ _PICTURES = """() => Object.fromEntries(app.graph._nodes.filter(n => n.type === 
     [n.widgets.find(w => w.name === 'filename_prefix').value, app.nodeOutputs[n.id]?.images?.[0]]))"""
 _MAP_TEXT = """() => app.graph._nodes.find(node => node.type === 'FerryParallelSampler')
     .widgets.find(widget => widget.name === 'ferry_gpu_map').element.textContent"""
-_FIT_VIEW = "() => app.extensionManager.command.execute('Comfy.Canvas.FitView')"
-# While the page starts, a mask over everything swallows clicks; its animation has to end.
-_UNCOVERED = "() => !document.querySelector('.p-blockui-mask, .p-progressspinner')"
 
 
 @pytest.fixture
-def page(server: ComfyServer) -> Iterator[Any]:
+def page(server: ComfyServer, chromium: None) -> Iterator[Any]:
     """ComfyUI's page in headless Chromium, ready for input."""
-    found = [
-        path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))
-    ]
-    if not found:
-        if os.environ.get("CI") == "true":
-            pytest.fail("no Chromium in CI: the browser test has to run there")
-        pytest.skip("no Chromium (apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found[0], headless=True, args=_FLAGS)
-        try:
-            opened = browser.new_context(viewport={"width": 1920, "height": 1080}, locale="en-US").new_page()
-            opened.goto(f"{server.url}/", wait_until="domcontentloaded")
-            opened.wait_for_function(_READY, timeout=60_000)
-            opened.wait_for_function(_UNCOVERED, timeout=60_000)
-            yield opened
-        finally:
-            browser.close()
+    with open_page(server.url) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -88,7 +57,7 @@ def test_drop_the_workflow_press_run_see_the_picture(
     page.wait_for_function(f"() => app.graph._nodes.length === {len(workflow['nodes'])}", timeout=20_000)
     unknown = page.evaluate("() => app.graph._nodes.filter(n => n.has_errors).map(n => n.type)")
     assert unknown == []
-    page.evaluate(_FIT_VIEW)
+    page.evaluate(FIT_VIEW)
     page.wait_for_timeout(1000)
     page.screenshot(path=screenshots / "1_dropped.png")
 
@@ -104,7 +73,7 @@ def test_drop_the_workflow_press_run_see_the_picture(
         "() => window.ferryEvents.filter(e => e.kind === 'execution_error').map(e => e.detail)"
     )
     assert failed == [], server.explain("the workflow failed in the browser")
-    page.evaluate(_FIT_VIEW)
+    page.evaluate(FIT_VIEW)
     page.wait_for_timeout(1500)
     page.screenshot(path=screenshots / "3_done.png")
 
@@ -170,7 +139,7 @@ def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, scr
     shown = page.locator(".ferry-gpu-map")
     page.wait_for_function("() => document.querySelectorAll('.ferry-gpu').length === 2", timeout=10_000)
 
-    page.evaluate(_FIT_VIEW)
+    page.evaluate(FIT_VIEW)
     page.wait_for_timeout(1000)
     assert page.evaluate(_PANEL_INSIDE)
     page.screenshot(path=screenshots / "4_gpu_map.png")
@@ -226,8 +195,7 @@ def test_settings_decide_what_auto_means_and_the_words_are_chinese(
     server.post("/settings", {"Comfy.Locale": "zh", "Comfy.ColorPalette": "light"})
     try:
         page.reload(wait_until="domcontentloaded")
-        page.wait_for_function(_READY, timeout=60_000)
-        page.wait_for_function(_UNCOVERED, timeout=60_000)
+        wait_until_ready(page)
         page.evaluate("() => app.graph.clear()")
         node = page.evaluate(_ADD_NODE, "FerryParallelModel")
         budgets = page.evaluate(_ADD_NODE, "FerryOffloadModel")
@@ -236,7 +204,7 @@ def test_settings_decide_what_auto_means_and_the_words_are_chinese(
         assert page.evaluate(_VALUES, node) == {"gpus": 4, "cfg_degree": 1, "ulysses_degree": 4} | _UNUSED
         assert page.evaluate("id => app.graph.getNodeById(id).title", node) == "并行模型"
         assert words["VRAM: auto is whatever ComfyUI has free."] in page.locator(".ferry-budget").inner_text()
-        page.evaluate(_FIT_VIEW)
+        page.evaluate(FIT_VIEW)
         page.evaluate(
             _TELL,
             ["ferry.workers", {"kind": "out_of_memory", "workers": 4, "reason": "rank 1", "remedy": "-"}],
@@ -294,3 +262,31 @@ def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: 
         "() => document.querySelector('.ferry-lines').textContent.includes('no training of this prompt')",
         timeout=10_000,
     )
+
+
+# One of each mode, of a task with references, of a video and of a training; the second has the degrees of
+# train_and_sample, whose workers it takes over.
+_EXECUTED = ("flux1_dev_train", "flux1_kontext_parallel", "wan22_i2v_low_vram")
+_SAVED_BEFORE = sorted((PACK / "tests" / "data" / "saved_workflows").glob("*/*.json"))
+
+
+def run_with_tiny_models(canvas: Canvas, name: str) -> None:
+    outputs = canvas.run(name).outputs
+    assert any("images" in output for output in outputs.values()), (name, outputs)
+
+
+def test_every_workflow_opens_as_it_was_written_and_some_run(page: Any, server: ComfyServer) -> None:
+    canvas, definitions = Canvas(server, page), server.get("/object_info")
+    for path in (*map(path_of, NAMES), *_SAVED_BEFORE):
+        if runs_here(path.stem):
+            canvas.check(path, definitions)
+    for name in _EXECUTED:
+        run_with_tiny_models(canvas, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_workflow_runs_with_tiny_models(page: Any, server: ComfyServer) -> None:
+    for name in NAMES:
+        if runs_here(name):
+            run_with_tiny_models(Canvas(server, page), name)

@@ -13,7 +13,7 @@ from typing import Any
 
 _NOTES = {"Note", "MarkdownNote"}
 _MUTED, _BYPASSED = 2, 4
-_WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+_WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "FLOAT,INT"}
 _SEED_NAMES = {"seed", "noise_seed"}
 
 

@@ -1,0 +1,85 @@
+"""Open workflow files in a ComfyUI page and run what its Run button would send."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .comfy_server import PACK, ComfyServer
+from .graph_to_prompt import graph_to_prompt
+from .prompt_run import PromptResult, run_prompt
+from .tiny_models import is_newer_comfyui
+from .workflow_models import MODELS
+from .workflow_runs import shrink
+
+NAMES = tuple(
+    f"{model.key}_{mode}"
+    for model in MODELS
+    for mode in ("train", "low_vram", "parallel")
+    if mode != "train" or model.trainable
+)
+"""The files with models of their own; train_and_sample and pictures_to_lora have tests of their own."""
+
+_NEWER_ONLY = tuple(f"{model.key}_" for model in MODELS if model.newer_only)
+_OPEN = """async graph => {
+    await app.loadGraphData(graph);
+    const failed = app.graph._nodes.filter(node => node.has_errors
+        || !(node.type in LiteGraph.registered_node_types)).map(node => node.type);
+    return [failed, (await app.graphToPrompt()).output]; }"""
+
+
+def path_of(name: str) -> Path:
+    """Return the file of that name in ``workflows``."""
+    return PACK / "workflows" / f"{name}.json"
+
+
+def runs_here(name: str) -> bool:
+    """Return whether the ComfyUI under test has the model and its nodes."""
+    return is_newer_comfyui() or not name.startswith(_NEWER_ONLY)
+
+
+@dataclass
+class Canvas:
+    """A page and its server.
+
+    Attributes:
+        server: With tiny models in place of the files (see ``tiny_loader_node.py``).
+        page: From ``open_page``.
+    """
+
+    server: ComfyServer
+    page: Any
+
+    def open(self, path: Path) -> dict[str, Any]:
+        """Return the prompt of a file, made by the front-end.
+
+        Raises:
+            AssertionError: If the front-end knows one of the nodes not.
+        """
+        failed, prompt = self.page.evaluate(_OPEN, json.loads(path.read_text(encoding="utf-8")))
+        assert failed == [], f"{path.name}: {failed}"
+        return prompt
+
+    def check(self, path: Path, definitions: dict[str, Any]) -> None:
+        """Open a file and compare every value and link with what the file says.
+
+        Raises:
+            AssertionError: If the front-end reads another value than the file's author wrote.
+        """
+        prompt = self.open(path)
+        graph = json.loads(path.read_text(encoding="utf-8"))
+        # 0.33's SaveVideo has nested choices, which only the front-end knows.
+        graph["nodes"] = [node for node in graph["nodes"] if node["type"] != "SaveVideo"]
+        for node_id, node in graph_to_prompt(graph, definitions).items():
+            assert prompt[node_id]["inputs"] == node["inputs"], f"{path.name}: {node['class_type']}"
+        videos = [node["inputs"] for node in prompt.values() if node["class_type"] == "SaveVideo"]
+        assert all(inputs["format"] == "auto" for inputs in videos), path.name
+
+    def run(self, name: str) -> PromptResult:
+        """Open a shipped file and run it on small sizes with few steps."""
+        prompt = shrink(self.open(path_of(name)))
+        with ThreadPoolExecutor(1) as executor:  # the page keeps an event loop in this thread
+            return executor.submit(run_prompt, self.server, prompt, limit_s=200).result()

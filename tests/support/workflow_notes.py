@@ -1,0 +1,55 @@
+"""The notes on the workflows: what to download, what happens, what to change."""
+
+from __future__ import annotations
+
+from .workflow_graphs import Mode, degrees
+from .workflow_models import WorkflowModel
+
+_LOW_VRAM = """The weights stay in host memory and come to the GPU block by block, a block ahead of its use;
+the result is that of the stock loader, bit for bit. `vram_budget_gb` is what they may take of the GPU
+(0: what is free). More on it: the node's help page."""
+_PARALLEL = """Each evaluation of the model is shared by {gpus} GPUs ({how}), with the same result as on one.
+The first run starts a worker process a GPU and loads the weights there; later runs find them in place.
+{more}"""
+_WITH_CFG = """`gpus` must be the product of the degrees: for 4 GPUs set `ulysses_degree` to 2, for 8 to 4."""
+_WITHOUT_CFG = """`gpus` must be the product of the degrees: for 4 GPUs set `ulysses_degree` to 4. There is
+one prompt only, so `cfg_degree` stays 1."""
+_TRAINING = """\
+1. Make the folder `input/my_pictures` in ComfyUI: pictures, and for each a text file of its name with
+   the caption (`cat.png`, `cat.txt`). Reload the page, and choose the folder if it is not chosen.
+2. Run. Pictures and captions are encoded once, to disk; then text encoder and VAE leave the GPU.
+3. The LoRA is saved in `output/loras`. It fits the stock *Load LoRA*.
+
+`rank`, `alpha` and `learning_rate` at 0 and the choices at auto become what suits the model; the node says
+which values it took. 100 steps for each picture are a start, 1000 to 3000 in all."""
+_EXPERTS = """
+
+The model has two experts, each with a LoRA of its own: the upper node trains on much noise, the lower
+one on little (`noise_range`). To train only one, mute the other (Ctrl+M)."""
+
+
+def _downloads(model: WorkflowModel) -> str:
+    lines = [f"- [{file.name}]({file.url}) into `models/{file.directory}`" for file in model.files]
+    newer = "\n\nNeeds a ComfyUI newer than 0.3.75 (tried: 0.33)." if model.newer_only else ""
+    return "**Files** (ComfyUI offers to download what is missing)\n\n" + "\n".join(lines) + newer
+
+
+def sampling_note(model: WorkflowModel, mode: Mode) -> str:
+    """Return the note of a sampling workflow, in Markdown."""
+    if mode is Mode.LOW_VRAM:
+        title, text = "low VRAM", _LOW_VRAM
+        if len(model.models) > 1:
+            text += "\nBoth experts share one budget (`share_with`): nothing is read again at the switch."
+    else:
+        chosen = degrees(model)
+        with_cfg = chosen["cfg_degree"] > 1
+        how = "one for each prompt" if with_cfg else "parts of one sequence, Ulysses"
+        more = _WITH_CFG if with_cfg else _WITHOUT_CFG
+        title, text = "parallel", _PARALLEL.format(gpus=chosen["gpus"], how=how, more=more)
+    return f"## {model.title}, {model.task}: {title}\n\n{text}\n\n{_downloads(model)}"
+
+
+def training_note(model: WorkflowModel) -> str:
+    """Return the note of a training workflow, in Markdown."""
+    experts = _EXPERTS if len(model.models) > 1 else ""
+    return f"## {model.title}: train a LoRA\n\n{_TRAINING}{experts}\n\n{_downloads(model)}"
