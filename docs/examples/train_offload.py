@@ -2,8 +2,8 @@
 
     pip install -e . && python docs/examples/train_offload.py
 
-The first script of DiffSynth-Studio's guide to offload training, with its import changed:
-``OffloadTrainingManager`` takes the same arguments.
+The two scripts of DiffSynth-Studio's guide to offload training: with ``--plain`` the first one, all on the
+GPU, else the second, with its import changed; ``OffloadTrainingManager`` takes the same arguments.
 """
 
 from __future__ import annotations
@@ -37,21 +37,29 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--plain", action="store_true", help="Without offload, to compare")
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = ToyModel(options.width)  # on the host, where its weights stay
+    model, manager = ToyModel(options.width), None
+    if options.plain:
+        model.to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    manager = OffloadTrainingManager(model, target_device=options.device, enable_optimizer_cpu_offload=True)
+    if not options.plain:  # the weights are on the host and stay there
+        manager = OffloadTrainingManager(
+            model, target_device=options.device, enable_optimizer_cpu_offload=True
+        )
     for step in range(options.steps):
         x = torch.randn(512, options.width, device=options.device)
         loss = torch.nn.functional.mse_loss(model(x), x + 1)
         loss.backward()
-        manager.after_backward()
+        if manager is not None:
+            manager.after_backward()
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step + 1}: loss {loss.item():.4f}")
-    print(f"on {options.device}: {manager.resident_bytes / 1e6:.0f} MB of weights")
-    manager.remove()  # the model is an ordinary one again, with the trained weights
+    if manager is not None:
+        print(f"on {options.device}: {manager.resident_bytes / 1e6:.0f} MB of weights")
+        manager.remove()  # the model is an ordinary one again, with the trained weights
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def training_graph(object_info: dict[str, Any], model: WorkflowModel) -> dict[st
     (data,) = sheet.add("FerryCacheTrainingData", training_set=pictures, clip=parts.clip, vae=parts.vae)
     names = [""] if len(parts.models) == 1 else ["_high", "_low"]
     trained = []
-    sheet.column(3)
-    for name, loaded in zip(names, parts.models, strict=True):
+    for column, (name, loaded) in enumerate(zip(names, parts.models, strict=True), start=3):
+        sheet.column(column)
         _lora, losses, _steps = sheet.add(
             "FerryTrainLoraOffload",
             model=loaded,
@@ -84,13 +84,19 @@ def training_graph(object_info: dict[str, Any], model: WorkflowModel) -> dict[st
             **({"noise_range": name.strip("_")} if name else {}),
         )
         trained.append((name, losses))
-    sheet.column(4)
+    last = 3 + len(names)
+    sheet.column(last)
     for name, losses in trained:
         sheet.add("LossGraphNode", loss=losses, filename_prefix=f"loss_{model.key}{name}")
     sheet.column(0)
     sheet.note(training_note(model), 760)
-    for column, title in enumerate(("Models", "Pictures", "Training", "Loss"), start=1):
-        sheet.group(title, column, column, "#8a6d3b")
+    for title, first, final in (
+        ("Models", 1, 1),
+        ("Pictures", 2, 2),
+        ("Training", 3, last - 1),
+        ("Loss", last, last),
+    ):
+        sheet.group(title, first, final, "#8a6d3b")
     return sheet.builder.graph()
 
 

@@ -24,7 +24,7 @@ _TRAINING = """\
 which values it took. 100 steps for each picture are a start, 1000 to 3000 in all."""
 _EXPERTS = """
 
-The model has two experts, each with a LoRA of its own: the upper node trains on much noise, the lower
+The model has two experts, each with a LoRA of its own: the left node trains on much noise, the right
 one on little (`noise_range`). To train only one, mute the other (Ctrl+M)."""
 
 

@@ -13,7 +13,7 @@ _HEIGHTS_PX = {
     "CLIPTextEncode": 170, "TextEncodeQwenImageEdit": 210, "TextEncodeQwenImageEditPlus": 250,
     "LoadImage": 330, "FerryParallelSampler": 560, "FerryParallelModel": 300, "KSampler": 300,
     "KSamplerAdvanced": 360, "SaveImage": 340, "SaveVideo": 340, "FerryLoadTrainingFolder": 420,
-    "FerryLoadDiffusionModelOffload": 250, "FerryOffloadModel": 200, "FerryTrainLoraOffload": 1180,
+    "FerryLoadDiffusionModelOffload": 250, "FerryOffloadModel": 200, "FerryTrainLoraOffload": 1270,
     "FerryCacheTrainingData": 170, "LossGraphNode": 380,
 }  # fmt: skip
 
