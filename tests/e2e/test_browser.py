@@ -13,7 +13,7 @@ from ferry_support.browser import FIT_VIEW, open_page, wait_until_ready
 from ferry_support.comfy_server import PACK, ComfyServer, comfyui_version
 from ferry_support.opened_workflows import NAMES, Canvas, path_of, runs_here
 
-pytestmark = [pytest.mark.comfy, pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.comfy, pytest.mark.e2e, pytest.mark.timeout(500)]
 
 _DROP = """([name, text]) => {
     const data = new DataTransfer();
