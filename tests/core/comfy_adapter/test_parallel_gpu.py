@@ -52,3 +52,25 @@ def test_two_gpus_with_scaled_fp8_equal_one(degrees):
         expected = sample(candidate, "flux")
         assert torch.isfinite(expected).all()
         assert difference(sample(parallel(candidate, degrees), "flux"), expected) <= LIMITS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("degrees", [ULYSSES_2, TENSOR_2], ids=["ulysses", "tensor"])
+def test_workers_that_stream_equal_one_gpu(degrees):
+    """Within a budget, from the one pinned copy on the host; LoRAs come and go."""
+    from comfyui_ferry.core.comfy_adapter import offload_model, worker_groups
+
+    model = PATCHERS["flux"].build(load_device="cuda", dtype=torch.bfloat16, depth=6)
+    with torch.inference_mode():
+        whole = offload_model(model, vram_gb=0.0, prefetch_depth=1).stream.streamer
+        budget = 0.5 * (whole.least_bytes + whole.weight_bytes) / degrees.get("tensor_parallel_degree", 1)
+        streamed = offload_model(model, vram_gb=budget / 2**30, prefetch_depth=1)
+    for candidate, original in (
+        (streamed, model),
+        (with_lora(streamed), with_lora(model)),
+        (streamed, model),
+    ):
+        expected = sample(original, "flux")
+        result = sample(parallel(candidate, degrees), "flux")
+        assert difference(result, expected) <= LIMITS[torch.bfloat16]
+        group = worker_groups._current
+        assert group is not None and list(group.loaded.values())[-1].streams
