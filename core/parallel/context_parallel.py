@@ -49,6 +49,9 @@ class ContextParallelHook(ModuleHook):
     def __init__(self, actions: ModuleActions, current: Callable[[], ForwardState | None]) -> None:
         self.actions = actions
         self.current = current
+        # Forms of calls that were checked, if the form is all that there is to check.
+        self._known_forms: set[tuple] = set()
+        self._form_is_all = all(slot.item is None for _, slot in actions.inputs)
 
     def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Rewrite the arguments, run the module under its role, rewrite the output."""
@@ -80,7 +83,8 @@ class ContextParallelHook(ModuleHook):
         Raises:
             PlanError: Otherwise; what is unknown could be a tensor over tokens left whole.
         """
-        if not self.actions.inputs:
+        form = (len(args), *kwargs)
+        if not self.actions.inputs or form in self._known_forms:
             return
         slots = [slot for _, slot in self.actions.inputs]
         unknown = [f"args[{i}]" for i in range(len(args)) if i not in {slot.position for slot in slots}]
@@ -94,6 +98,8 @@ class ContextParallelHook(ModuleHook):
             ]
         if unknown:
             raise PlanError(f"{self.actions.path} was called with {unknown}, which the plan does not name")
+        if self._form_is_all:
+            self._known_forms.add(form)
 
 
 def gather(action: Gather, output: Any, state: ForwardState) -> Any:
