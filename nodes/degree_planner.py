@@ -51,6 +51,8 @@ class PlanParallelDegrees(io.ComfyNode):
                 io.Int.Output(display_name="ring_degree", tooltip="For the input of this name."),
                 io.Int.Output(display_name="tensor_parallel_degree", tooltip="For the input of this name."),
                 io.String.Output(display_name="why", tooltip="The reason, and predicted times."),
+                # Last, so that saved workflows keep their links.
+                io.Int.Output(display_name="batch_degree", tooltip="For the input of this name."),
             ],
             **known(io.Schema, search_aliases=["multi gpu planner", "auto parallel", "best degrees"]),
         )
@@ -60,4 +62,4 @@ class PlanParallelDegrees(io.ComfyNode):
         """Return the degrees and the reason."""
         advice = plan_degrees(model, latent=latent_image, max_gpus=max_gpus, **settings)
         dims = advice.dims
-        return io.NodeOutput(advice.gpus, dims.cfg, dims.ulysses, dims.ring, dims.tp, advice.text)
+        return io.NodeOutput(advice.gpus, dims.cfg, dims.ulysses, dims.ring, dims.tp, advice.text, dims.batch)

@@ -11,12 +11,15 @@ from .degree_planner import PlanParallelDegrees
 from .doctor import FerryDoctor
 from .offload import LoadDiffusionModelOffload, OffloadModel
 from .parallel import ParallelModel
+from .parallel_encoders import ParallelTextEncoder, ParallelVae
 from .sampling import ParallelSampler
 from .training import TrainLoraOffload
 
 NODES: list[type[io.ComfyNode]] = [
     ParallelModel,
     ParallelSampler,
+    ParallelVae,
+    ParallelTextEncoder,
     PlanParallelDegrees,
     FerryDoctor,
     LoadTrainingFolder,

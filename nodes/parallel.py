@@ -78,6 +78,15 @@ def degree_inputs() -> list[Any]:
             "same result; auto where the model can. torch.compile: faster kernels after a slow first step; "
             "the last bits differ. none: each step is launched kernel by kernel.",
         ),
+        io.Int.Input(
+            "batch_degree",
+            default=1,
+            min=0,
+            max=64,
+            optional=True,
+            tooltip="Batch parallel: samples of one batch at the same time on different GPUs. Helps whenever "
+            "the latent holds several pictures.",
+        ),
     ]
 
 
@@ -87,13 +96,16 @@ def degree_problem(
     ulysses_degree: int | None,
     ring_degree: int | None,
     tensor_parallel_degree: int | None,
+    batch_degree: int | None,
     ray_address: str | None,
     acceleration: str | None,
 ) -> bool | str:
     """Return True if the inputs fit the machine (or are not known yet), else what is wrong."""
     if gpus is None or cfg_degree is None or ulysses_degree is None or ray_address is None:
         return True
-    optional = _fitting_degrees(gpus, (cfg_degree, ulysses_degree), (ring_degree, tensor_parallel_degree))
+    optional = _fitting_degrees(
+        gpus, (cfg_degree, ulysses_degree), (ring_degree, tensor_parallel_degree, batch_degree)
+    )
     try:
         _, devices = check_degrees(
             gpus=gpus,
@@ -101,6 +113,7 @@ def degree_problem(
             ulysses_degree=ulysses_degree,
             ring_degree=optional[0],
             tensor_parallel_degree=optional[1],
+            batch_degree=optional[2],
             ray_address=ray_address,
         )
         if acceleration is not None:
@@ -156,6 +169,7 @@ class ParallelModel(io.ComfyNode):
         ulysses_degree: int | None = None,
         ring_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
+        batch_degree: int | None = None,
         ray_address: str | None = "",
         acceleration: str | None = None,
     ) -> bool | str:
@@ -166,6 +180,7 @@ class ParallelModel(io.ComfyNode):
             ulysses_degree,
             ring_degree,
             tensor_parallel_degree,
+            batch_degree,
             ray_address,
             acceleration,
         )

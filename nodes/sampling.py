@@ -73,6 +73,7 @@ class ParallelSampler(io.ComfyNode):
         ulysses_degree: int | None = None,
         ring_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
+        batch_degree: int | None = None,
         ray_address: str | None = "",
         acceleration: str | None = None,
     ) -> bool | str:
@@ -83,6 +84,7 @@ class ParallelSampler(io.ComfyNode):
             ulysses_degree,
             ring_degree,
             tensor_parallel_degree,
+            batch_degree,
             ray_address,
             acceleration,
         )

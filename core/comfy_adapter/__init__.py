@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     )
     from .control_prompts import AUTO_PROMPT, CONTROL_PROMPTS
     from .degree_planner import DegreeAdvice, plan_degrees
+    from .devices import check_gpus
     from .diffusion_files import diffusion_model_names
     from .family_defaults import AUTO, AUTO_GUIDANCE, NOISE_RANGES, FilledWidgets, fill_auto
     from .model_build import WEIGHT_DTYPES
     from .model_offload import load_offloaded, offload_model
+    from .parallel_clip import make_parallel_clip
     from .parallel_model import check_degrees, make_parallel
     from .parallel_routes import register_parallel_routes
+    from .parallel_vae import make_parallel_vae
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
     from .training_cache import CacheResult, cache_training_set
@@ -66,6 +69,7 @@ _HOMES = {
     "TrainingRequest": "train_lora",
     "cache_training_set": "training_cache",
     "check_degrees": "parallel_model",
+    "check_gpus": "devices",
     "close_workers": "worker_groups",
     "conditioning_files": "conditioning",
     "conditioning_version": "conditioning",
@@ -73,6 +77,8 @@ _HOMES = {
     "load_conditioning": "conditioning",
     "load_input_folder": "training_folder",
     "make_parallel": "parallel_model",
+    "make_parallel_clip": "parallel_clip",
+    "make_parallel_vae": "parallel_vae",
     "WEIGHT_DTYPES": "model_build",
     "diffusion_model_names": "diffusion_files",
     "load_offloaded": "model_offload",
@@ -116,6 +122,7 @@ __all__ = [
     "TrainingRequest",
     "cache_training_set",
     "check_degrees",
+    "check_gpus",
     "close_workers",
     "conditioning_files",
     "conditioning_version",
@@ -123,6 +130,8 @@ __all__ = [
     "load_conditioning",
     "load_input_folder",
     "make_parallel",
+    "make_parallel_clip",
+    "make_parallel_vae",
     "WEIGHT_DTYPES",
     "diffusion_model_names",
     "load_offloaded",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import RequestError
 from ..workers import available_host_bytes, file_backed_bytes
@@ -15,11 +15,11 @@ from .model_export import named_tensors
 _WORKER_HOST_BYTES = {"cpu": 300 << 20, "gpu": 1 << 30}
 
 
-def check_host(model: Any, devices: Sequence[str], *, shared: bool, running: bool) -> None:
-    """Refuse a model whose weights, or workers, the host has no memory for.
+def check_host(module: nn.Module, devices: Sequence[str], *, shared: bool, running: bool) -> None:
+    """Refuse a module whose weights, or workers, the host has no memory for.
 
     Args:
-        model: The ``BaseModel``.
+        module: The module.
         devices: Device of each worker.
         shared: Whether its weights are in shared memory already.
         running: Whether the workers are there already.
@@ -28,7 +28,7 @@ def check_host(model: Any, devices: Sequence[str], *, shared: bool, running: boo
         RequestError: With what is needed and what is left.
     """
     # Weights in ordinary memory move; only those that are still mapped from their file take more.
-    weights = 0 if shared else file_backed_bytes(named_tensors(model.diffusion_model).values())
+    weights = 0 if shared else file_backed_bytes(named_tensors(module).values())
     each = _WORKER_HOST_BYTES["cpu" if devices[0] == "cpu" else "gpu"]
     workers = 0 if running else each * len(devices)
     available = available_host_bytes()

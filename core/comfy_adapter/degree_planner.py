@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import RequestError
 from ..parallel import (
     DegreePlan,
     ParallelDims,
+    batch_size,
     choose_degrees,
     count_work,
     head_count,
@@ -72,6 +73,7 @@ def plan_degrees(
 
     try:
         work = count_work(empty, plan, call, conditionings=conditionings)
+        work = replace(work, samples=batch_size(arguments["x"]))
     except (NotImplementedError, RuntimeError) as error:
         raise RequestError(
             f"degrees for {plan.name} were asked, but with these inputs it cannot be counted: {error}",

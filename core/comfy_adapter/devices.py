@@ -111,6 +111,21 @@ def helper_devices(gpus: int, *, first: torch.device) -> tuple[str, ...]:
     return tuple(device for device in _available_devices() if device != own)[: gpus - 1]
 
 
+def check_gpus(gpus: int) -> None:
+    """Refuse a number of GPUs that this machine does not have.
+
+    Raises:
+        RequestError: With what it has.
+    """
+    if not isinstance(gpus, int) or isinstance(gpus, bool):
+        raise RequestError(
+            f"gpus={gpus!r} was asked",
+            limit="It is a number of GPUs, so a whole number",
+            way_out="Type a number, or connect an INT",
+        )
+    worker_devices(gpus)
+
+
 def _available_devices() -> tuple[str, ...]:
     if comfy.cli_args.args.cpu:
         return ("cpu",) * max(_MIN_CPU_WORKERS, os.cpu_count() or 1)

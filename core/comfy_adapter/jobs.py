@@ -10,58 +10,61 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..parallel import ExchangeTimer, ParallelDims, RankLayout, build_mesh
 from .acceleration import Acceleration
 
-if TYPE_CHECKING:
-    from .worker_model import WorkerModel
 
-
-def register(context: Any, arguments: Mapping[str, Any], dims: Mapping[str, int]) -> dict[str, Callable]:
+def register(context: Any, arguments: Mapping[str, Any]) -> dict[str, Callable]:
     """Set ComfyUI up in this process and return the jobs by name.
 
     Args:
         context: The ``WorkerContext``: rank, device, ``open_arena``.
         arguments: ``model_export.comfyui_arguments`` of the parent.
-        dims: Degrees of ``ParallelDims`` by name.
 
     Returns:
-        ``load``, ``fit``, ``patch``, ``forward``, ``unload``, ``free_memory``.
+        ``load``, ``fit``, ``patch``, ``forward``, ``call``, ``unload``, ``free_memory``.
     """
     set_up_comfyui(arguments, cpu=context.device.type == "cpu")
-    models = _Models(context, build_mesh(ParallelDims(**dims)))
-    jobs = (models.load, models.fit, models.patch, models.forward, models.unload, models.free_memory)
+    models = _Models(context)
+    jobs = (models.load, models.fit, models.patch, models.forward)
+    jobs += (models.call, models.unload, models.free_memory)
     return {job.__name__: job for job in jobs}
 
 
 class _Models:
-    """The models that this rank holds, by the parent's token."""
+    """The modules that this rank holds, by the parent's token."""
 
-    def __init__(self, context: Any, layout: RankLayout) -> None:
+    def __init__(self, context: Any) -> None:
         self.context = context
-        self.layout = layout
-        self.models: dict[int, WorkerModel] = {}
+        self.layouts: dict[ParallelDims, RankLayout] = {}
+        self.models: dict[int, Any] = {}
 
     def load(
         self,
         token: int,
+        kind: str,
         description: Mapping[str, Any],
         arenas: list[Any],
+        dims: Mapping[str, int],
         stream: Mapping[str, int] | None = None,
     ) -> int | None:
-        """Build the model; return the GPU memory of its weights if they stream, else None."""
+        """Build the module; return the GPU memory of its weights if they stream, else None."""
+        from .worker_decoder import WorkerDecoder
+        from .worker_encoder import WorkerEncoder
         from .worker_model import WorkerModel
 
         weights: dict[str, torch.Tensor] = {}
         for arena in arenas:
             weights |= self.context.open_arena(arena)
-        model = WorkerModel(
-            description, weights, device=self.context.device, layout=self.layout, stream=stream
-        )
+        place: dict[str, Any] = {"device": self.context.device, "layout": self._layout(ParallelDims(**dims))}
+        if kind == "denoiser":
+            model = WorkerModel(description, weights, **place, stream=stream)
+        else:
+            model = {"decoder": WorkerDecoder, "encoder": WorkerEncoder}[kind](description, weights, **place)
         self.models[token] = model
         return model.held_bytes
 
@@ -80,18 +83,24 @@ class _Models:
     def forward(
         self, token: int, arguments: Mapping[str, Any], fresh: Mapping[str, torch.Tensor], forget: list[int]
     ) -> Any:
+        model = self.models[token]
         start_s, timer = time.perf_counter(), ExchangeTimer()
-        self.models[token].keep(fresh, forget)
+        model.keep(fresh, forget)
         with timer.active():
-            output = self.models[token].forward(arguments)
-        spent = {"busy_s": time.perf_counter() - start_s, "waited_s": self._waited_s(timer)}
-        # Every rank of the branch holds the whole output; one copy back is enough.
-        return spent | {"memory_bytes": self._held_bytes(), "output": output if self.layout.speaks else None}
+            output = model.forward(arguments)
+        spent = {"busy_s": time.perf_counter() - start_s, "waited_s": _waited_s(model.layout, timer)}
+        # Every rank of the group holds the whole output; one copy back is enough.
+        kept = output if model.layout.speaks else None
+        return spent | {"memory_bytes": self._held_bytes(), "output": kept}
 
-    def _waited_s(self, timer: ExchangeTimer) -> float | None:
-        """Return the seconds that the forward waited for other ranks; None if they could not be seen."""
-        alone = self.layout.sequence_group is None and self.layout.tensor_group is None
-        return 0.0 if alone else timer.seconds()
+    def call(self, token: int, arguments: Mapping[str, Any]) -> Any:
+        return self.models[token].call(arguments)
+
+    def _layout(self, dims: ParallelDims) -> RankLayout:
+        """Return this rank's place on the mesh of these degrees; collective the first time."""
+        if dims not in self.layouts:
+            self.layouts[dims] = build_mesh(dims)
+        return self.layouts[dims]
 
     def _held_bytes(self) -> int | None:
         device = self.context.device
@@ -112,6 +121,12 @@ class _Models:
         del model
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _waited_s(layout: RankLayout, timer: ExchangeTimer) -> float | None:
+    """Return the seconds that a forward waited for other ranks; None if they could not be seen."""
+    alone = layout.sequence_group is None and layout.tensor_group is None
+    return 0.0 if alone else timer.seconds()
 
 
 def set_up_comfyui(arguments: Mapping[str, Any], *, cpu: bool) -> None:

@@ -86,15 +86,19 @@ def _operations_name(module: nn.Module) -> str:
     """Return which class of ``comfy.ops`` the Linear layers come from, for example ``manual_cast``."""
     if any(map(quantized.is_mixed_linear, module.modules())):
         return quantized.OPERATIONS
-    names = {
-        type(layer).__qualname__.rpartition(".")[0]
-        for layer in module.modules()
-        if isinstance(layer, nn.Linear) and type(layer).__module__ == comfy.ops.__name__
-    }
-    if len(names) == 1 and hasattr(comfy.ops, next(iter(names))):
-        return names.pop()
+    operations = linear_operations(module)
+    if operations is not None:
+        return operations
     foreign = {type(layer).__qualname__ for layer in module.modules() if isinstance(layer, nn.Linear)}
     raise _unsupported_weights(module, f"its Linear layers are {sorted(foreign)}")
+
+
+def linear_operations(module: nn.Module) -> str | None:
+    """Return which class of ``comfy.ops`` all Linear layers come from, by name; None if there is no one."""
+    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    names = {type(layer).__qualname__.rpartition(".")[0] for layer in linear}
+    own = all(type(layer).__module__ == comfy.ops.__name__ for layer in linear)
+    return names.pop() if own and len(names) == 1 and hasattr(comfy.ops, next(iter(names))) else None
 
 
 def _unsupported_weights(module: nn.Module, what: str) -> RequestError:

@@ -26,8 +26,8 @@ from .quantized import check_sharing
 from .remote_forward import RemoteInjection, sendable_options
 from .running_trainings import executing_node_id
 from .text_layers import TextLayersInjection
-from .worker_group import worker_bytes
 from .worker_memory import worker_memory
+from .worker_parts import denoiser_part
 from .worker_room import StreamRequest
 
 _KEY = "ferry_parallel"
@@ -43,6 +43,7 @@ def make_parallel(
     tensor_parallel_degree: int = 1,
     ray_address: str = "",
     acceleration: str = "auto",
+    batch_degree: int = 1,
 ) -> Any:
     """Return a clone of ``model`` that computes on ``gpus`` worker processes; starts none yet.
 
@@ -55,6 +56,7 @@ def make_parallel(
         tensor_parallel_degree: GPUs that share the weights (Megatron-LM, arXiv:1909.08053).
         ray_address: ``host:port`` of a Ray cluster whose GPUs are meant, or ``auto``; "": this machine's.
         acceleration: A value of ``Acceleration``.
+        batch_degree: Groups that evaluate different samples of a batch at the same time.
 
     Raises:
         RequestError: If the model, the number of GPUs, a degree or the acceleration is not supported.
@@ -66,6 +68,7 @@ def make_parallel(
         ring_degree=ring_degree,
         tensor_parallel_degree=tensor_parallel_degree,
         ray_address=ray_address,
+        batch_degree=batch_degree,
     )
     if isinstance(model, ParallelPatcher):
         raise RequestError(
@@ -150,6 +153,7 @@ def check_degrees(
     ring_degree: int = 1,
     tensor_parallel_degree: int = 1,
     ray_address: str = "",
+    batch_degree: int = 1,
 ) -> tuple[ParallelDims, tuple[str, ...]]:
     """Return degrees and devices if they fit this machine, or could fit a cluster (which is not asked yet).
 
@@ -161,6 +165,7 @@ def check_degrees(
         "ulysses_degree": ulysses_degree,
         "ring_degree": ring_degree,
         "tensor_parallel_degree": tensor_parallel_degree,
+        "batch_degree": batch_degree,
     }
     for name, value in {"gpus": gpus, **degrees}.items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -170,7 +175,13 @@ def check_degrees(
                 way_out="Type a number, or connect an INT",
             )
     devices = worker_devices(gpus) if ray_address == "" else cluster_devices(gpus, ray_address)
-    dims = ParallelDims(cfg=cfg_degree, tp=tensor_parallel_degree, ring=ring_degree, ulysses=ulysses_degree)
+    dims = ParallelDims(
+        cfg=cfg_degree,
+        batch=batch_degree,
+        tp=tensor_parallel_degree,
+        ring=ring_degree,
+        ulysses=ulysses_degree,
+    )
     dims.validate(num_gpus=gpus)
     return dims, devices
 
@@ -234,7 +245,7 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def get_nested_additional_models(self) -> list:
         """Return what ComfyUI loads together with this MODEL; the workers' copy is one of them."""
-        entry = worker_memory(self.model, worker_bytes(self.model, self.run.dims), self)
+        entry = worker_memory(denoiser_part(self.model, self.run.dims), self)
         return [*super().get_nested_additional_models(), entry]
 
     def partially_load(

@@ -18,10 +18,11 @@ from .worker_groups import (
     check_room,
     current_group,
     drop_dead_group,
-    load_model,
+    load_part,
     lost_because,
     model_token,
 )
+from .worker_parts import denoiser_part
 from .worker_room import StreamRequest
 from .worker_start import check_interrupt
 
@@ -80,20 +81,20 @@ class ParallelRun:
             patches_uuid: Changes whenever the patches or ``force_cast`` do.
             force_cast: Cast weights to the input's dtype in every layer (ModelComputeDtype).
         """
+        part = denoiser_part(model, self.dims)
         needs = check_room(
-            model,
-            self.dims,
+            part,
             self.devices,
             request=self.request,
             compute_bytes=self.compute_bytes,
             ray_address=self.ray_address,
         )
-        group = acquire_group(self.dims, self.devices, self.ray_address)
+        group = acquire_group(self.devices, self.ray_address)
         self.token = model_token(model)
         version = (patches_uuid, self.acceleration)
-        load_model(
+        load_part(
             group,
-            model,
+            part,
             patches,
             version,
             force_cast=force_cast,
@@ -104,12 +105,12 @@ class ParallelRun:
 
     def loaded_bytes(self) -> int:
         """Return the bytes of weights that each worker holds now."""
-        group = current_group(self.dims, self.devices, self.ray_address)
+        group = current_group(self.devices, self.ray_address)
         return 0 if group is None or self.token is None else group.loaded_bytes(self.token)
 
     def end_sampling(self) -> None:
         """Let go of what was kept for one sampling."""
-        group = current_group(self.dims, self.devices, self.ray_address)
+        group = current_group(self.devices, self.ray_address)
         if group is not None and self.token is not None:
             group.end_sampling(self.token)
             self.readout.end()
@@ -169,10 +170,11 @@ class ParallelRun:
             self._free_branches.put(branch)
 
     def _group(self) -> WorkerGroup:
-        group = current_group(self.dims, self.devices, self.ray_address)
+        group = current_group(self.devices, self.ray_address)
         if group is None and (reason := lost_because()) is not None:
             raise WorkerError(f"the workers are gone: {reason} Queue the prompt again to start new ones.")
-        if group is None or self.token not in group.loaded:
+        loaded = None if group is None or self.token is None else group.loaded.get(self.token)
+        if group is None or loaded is None or loaded.dims != self.dims:
             raise RequestError(
                 "a parallel MODEL was called while its workers do not run",
                 limit="ComfyUI loads it at the start of a sampling",

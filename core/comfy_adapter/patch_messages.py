@@ -18,26 +18,32 @@ from ..errors import RequestError
 PREFIX = "diffusion_model."
 
 
-def encode_patches(patches: Mapping[str, Sequence[tuple]]) -> dict[str, list[dict[str, Any]]]:
+def encode_patches(
+    patches: Mapping[str, Sequence[tuple]], *, prefix: str = PREFIX
+) -> dict[str, list[dict[str, Any]]]:
     """Return ``ModelPatcher.patches`` as a message: parameter name -> list of patches.
 
+    Args:
+        patches: The patches.
+        prefix: How names begin of weights that workers hold; the message names them without it.
+
     Raises:
-        RequestError: If a patch is outside the diffusion model or has no plain form.
+        RequestError: If a patch is of another weight or has no plain form.
     """
     message = {}
     for key, entries in patches.items():
-        if not key.startswith(PREFIX):
+        if not key.startswith(prefix):
             raise RequestError(
                 f"a weight patch of {key!r} was asked",
-                limit="Workers hold the diffusion model only",
+                limit=f"Workers hold {prefix.removesuffix('.')} only",
                 way_out="Remove the node that patches it before the parallel node",
             )
-        message[key.removeprefix(PREFIX)] = [_encode_entry(key, entry) for entry in entries]
+        message[key.removeprefix(prefix)] = [_encode_entry(key, entry) for entry in entries]
     return message
 
 
 def decode_patches(message: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[tuple]]:
-    """Return the patches that ``encode_patches`` was given, without the ``diffusion_model.`` prefix."""
+    """Return the patches that ``encode_patches`` was given, without their prefix."""
     return {name: [_decode_entry(entry) for entry in entries] for name, entries in message.items()}
 
 

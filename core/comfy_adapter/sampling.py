@@ -40,6 +40,7 @@ def sample_parallel(
     tensor_parallel_degree: int = 1,
     ray_address: str = "",
     acceleration: str = "auto",
+    batch_degree: int = 1,
 ) -> dict[str, Any]:
     """Return the sampled LATENT; every argument means what it means in KSampler.
 
@@ -58,6 +59,7 @@ def sample_parallel(
         tensor_parallel_degree=tensor_parallel_degree,
         ray_address=ray_address,
         acceleration=acceleration,
+        batch_degree=batch_degree,
     )
     import nodes  # ComfyUI's; imported late, because it pulls in every core node
 

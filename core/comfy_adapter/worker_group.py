@@ -1,22 +1,21 @@
-"""One group of running workers, and the models that they hold."""
+"""One group of running workers, and the modules that they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import WorkerError
-from ..parallel import ParallelDims, largest_rank_bytes
-from ..plans import find_plan
+from ..parallel import ParallelDims, batch_size, join_batch, split_batch
 from ..workers import RankEngine
 from .acceleration import Acceleration
 from .host_weights import HostWeights
-from .model_export import class_path, describe_model
 from .patch_messages import encode_patches
 from .sent_tensors import SentTensors
+from .worker_parts import WorkerPart
 from .worker_room import ModelNeeds, weight_room
 from .worker_start import check_interrupt
 
@@ -24,52 +23,55 @@ if TYPE_CHECKING:
     from .parallel_readout import ParallelReadout
 
 
+# Of a denoiser's arguments the one that holds no row for each sample.
+_WHOLE = frozenset({"transformer_options"})
+
+
 @dataclass
 class _Loaded:
-    """A model that the workers hold."""
+    """A module that the workers hold."""
 
-    version: Any = None
-    num_bytes: int = 0
+    dims: ParallelDims
+    patch_prefix: str
+    num_bytes: int
     streams: bool = False
-    sent: dict[int, SentTensors] = field(default_factory=dict)  # by branch
+    version: Any = None
+    # By conditioning branch and part of the batch.
+    sent: dict[tuple[int, int], SentTensors] = field(default_factory=dict)
 
 
 @dataclass
 class WorkerGroup:
-    """Running workers and the models they hold."""
+    """Running workers and the modules they hold."""
 
-    dims: ParallelDims
     devices: tuple[str, ...]
     pool: RankEngine
     ray_address: str = ""
     loaded: dict[int, _Loaded] = field(default_factory=dict)
 
-    def branch_ranks(self, branch: int) -> list[int]:
-        """Return the ranks that evaluate one conditioning branch together; cfg is the outermost axis."""
-        size = self.dims.world_size // self.dims.cfg
-        return list(range(branch * size, (branch + 1) * size))
-
-    def load(self, token: int, model: Any, weights: HostWeights, needs: ModelNeeds) -> None:
-        """Give the workers a model, if they do not have it yet, in the room that there is now.
+    def load(self, token: int, part: WorkerPart, weights: HostWeights, needs: ModelNeeds) -> None:
+        """Give the workers a module, if they do not have it yet, in the room that there is now.
 
         Args:
             token: Its number.
-            model: The ``BaseModel``.
+            part: The module; with other degrees than before it is loaded anew.
             weights: Its weights in shared memory.
             needs: What it needs of a worker's GPU.
         """
+        if token in self.loaded and self.loaded[token].dims != part.dims:
+            self.unload(token)
         if token not in self.loaded:
-            self._send_model(token, model, weights, needs)
+            self._send(token, part, weights, needs)
         elif self.loaded[token].streams:
             self._fit(token, needs)
 
     def patch(
         self, token: int, patches: dict, version: Any, *, force_cast: bool, acceleration: Acceleration
     ) -> None:
-        """Give a loaded model these patches and no others; nothing else is sent again.
+        """Give a loaded module these patches and no others; nothing else is sent again.
 
         Args:
-            token: The model's number.
+            token: The module's number.
             patches: ``ModelPatcher.patches``.
             version: Changes whenever anything here does.
             force_cast: Cast weights to the input's dtype in every layer.
@@ -77,7 +79,7 @@ class WorkerGroup:
         """
         if self.loaded[token].version == version:
             return
-        message = encode_patches(patches)
+        message = encode_patches(patches, prefix=self.loaded[token].patch_prefix)
         settings = {"force_cast": force_cast, "acceleration": acceleration.value}
         payload = {"token": token, "patches": message, **settings}
         applied = self.pool.call("patch", payload, poll=check_interrupt)
@@ -86,13 +88,13 @@ class WorkerGroup:
         self.loaded[token].version = version
 
     def unload(self, token: int) -> None:
-        """Drop a model from all workers."""
+        """Drop a module from all workers."""
         loaded = self.loaded.pop(token, None)
         if loaded is not None and self.pool.alive:
             self.pool.call("unload", {"token": token})
 
     def loaded_bytes(self, token: int) -> int:
-        """Return the bytes of weights that one worker holds for the model, 0 if none."""
+        """Return the bytes of weights that one worker holds for the module, 0 if none."""
         return self.loaded[token].num_bytes if token in self.loaded else 0
 
     def forward(
@@ -104,27 +106,38 @@ class WorkerGroup:
         poll: Callable[[], None],
         readout: ParallelReadout | None = None,
     ) -> Any:
-        """Run one denoiser call on a branch's ranks and return the first rank's output (on the CPU).
+        """Run one denoiser call on a branch's ranks and return its output (on the CPU).
 
         Args:
-            branch: Which ranks.
+            branch: Which ranks; samples of a batch go to its groups, as many as the batch degree.
             token: The model.
             arguments: Of its innermost forward.
             poll: Called while waiting; what it raises ends the waiting.
             readout: Told what the call cost each rank.
         """
-        ranks = self.branch_ranks(branch)
-        sent = self.loaded[token].sent.setdefault(branch, SentTensors())
-        packed = sent.pack(arguments)
         loaded = self.loaded[token]
-        alike = (token, branch, loaded.num_bytes, loaded.version, _shapes(arguments))
-        payload = {"token": token, **vars(packed)}
-        call = self.pool.submit("forward", payload, ranks=ranks, alike=alike)
-        sent.commit()
-        replies = call.wait(poll=poll)
+        groups = loaded.dims.sample_ranks(branch)
+        parts = split_batch(arguments, len(groups), size=batch_size(arguments["x"]), whole=_WHOLE)
+        calls = []
+        for index, (ranks, part) in enumerate(zip(groups, parts, strict=False)):
+            sent = loaded.sent.setdefault((branch, index), SentTensors())
+            packed = sent.pack(part)
+            place = (token, branch, index)
+            alike = (*place, loaded.num_bytes, loaded.version, _shapes(part))
+            payload = {"token": token, **vars(packed)}
+            calls.append(self.pool.submit("forward", payload, ranks=ranks, alike=alike))
+            sent.commit()
+        replies: dict[int, Any] = {}
+        for call in calls:
+            replies |= call.wait(poll=poll)
         if readout is not None:
             readout.note(arguments, replies)
-        return replies[ranks[0]]["output"]
+        return join_batch([replies[ranks[0]]["output"] for ranks in groups[: len(calls)]])
+
+    def call(self, token: int, arguments: dict[str, Any]) -> list[Any]:
+        """Run one call of a decoder or an encoder on all ranks and return what each returned."""
+        results = self.pool.call("call", {"token": token, "arguments": arguments}, poll=check_interrupt)
+        return [results[rank] for rank in self.pool.ranks]
 
     def end_sampling(self, token: int) -> None:
         """Keep a sampling's prompts and the like no longer."""
@@ -137,17 +150,25 @@ class WorkerGroup:
         self.pool.close()
         self.loaded.clear()
 
-    def _send_model(self, token: int, model: Any, weights: HostWeights, needs: ModelNeeds) -> None:
-        description = describe_model(model)
+    def _send(self, token: int, part: WorkerPart, weights: HostWeights, needs: ModelNeeds) -> None:
+        description = part.describe()
         free = self.pool.call("free_memory", poll=check_interrupt)
         room = weight_room(needs, free, self.pool.device_names)
         stream = (
             None if room is None else {"room_bytes": room, "prefetch_depth": needs.request.prefetch_depth}
         )
-        message = {"token": token, "description": description, "arenas": weights.handles(), "stream": stream}
+        message = {
+            "token": token,
+            "kind": part.kind,
+            "description": description,
+            "arenas": weights.handles(),
+            "dims": asdict(part.dims),
+            "stream": stream,
+        }
         self.pool.send_ahead(message, poll=check_interrupt)
         call = self.pool.submit("load", message)
-        self.loaded[token] = _Loaded(num_bytes=needs.weight_bytes, streams=stream is not None)
+        streams = stream is not None
+        self.loaded[token] = _Loaded(part.dims, part.patch_prefix, needs.weight_bytes, streams)
         # If the user cancels, the workers still finish loading, and the next prompt finds it done.
         self._note_held(token, call.wait(poll=check_interrupt))
 
@@ -173,9 +194,3 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(shapes for shapes in map(_shapes, value) if shapes is not None)
     return None
-
-
-def worker_bytes(model: Any, dims: ParallelDims) -> int:
-    """Return the bytes of a ``BaseModel``'s weights that the fullest worker holds."""
-    module = model.diffusion_model
-    return largest_rank_bytes(module, find_plan(class_path(module)), dims.tp)

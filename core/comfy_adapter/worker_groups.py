@@ -1,8 +1,8 @@
 """The worker group of this ComfyUI process: started on first use, kept warm between prompts.
 
-One group lives at a time, because a group owns its GPUs. Asking for other devices or degrees closes
-the old group and starts a new one; a group whose worker died is dropped, so the next prompt starts
-afresh.
+One group lives at a time, because a group owns its GPUs. Asking for other devices closes the old group and
+starts a new one; other degrees only load the model anew. A group whose worker died is dropped, so the next
+prompt starts afresh.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import itertools
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import WorkerError
 from ..log import get_logger
-from ..parallel import ParallelDims
 from .acceleration import Acceleration
 from .capacity import check_host, gpu_sizes
 from .host_weights import HostWeights
-from .worker_group import WorkerGroup, worker_bytes
+from .worker_group import WorkerGroup
 from .worker_notices import loss_notice
+from .worker_parts import WorkerPart
 from .worker_room import ModelNeeds, StreamRequest, model_needs, weight_room
 from .worker_start import start_pool
 
@@ -29,12 +30,13 @@ _LOOK_EVERY_S = 1.0
 _log = get_logger("workers")
 
 
-def _share_weights(model: Any) -> tuple[HostWeights, bool]:
-    """Return the model's shared weights, and whether they differ from those that workers may hold."""
-    module, weights = model.diffusion_model, _weights.get(model)
-    changed = None if weights is None else weights.refresh(module)
+def _share_weights(part: WorkerPart) -> tuple[HostWeights, bool]:
+    """Return the module's shared weights, and whether they differ from those that workers may hold."""
+    weights = _weights.get(part.owner)
+    changed = None if weights is None else weights.refresh(part.module)
     if weights is None or changed is None:
-        _weights[model] = weights = HostWeights(module)
+        _weights[part.owner] = weights = HostWeights(part.module)
+        _modules[part.owner] = weakref.ref(part.module)
     return weights, changed is not False
 
 
@@ -42,6 +44,7 @@ _current: WorkerGroup | None = None
 _lost_because: str | None = None
 # They outlive a group: other degrees, or new workers after a fault, find the weights in place.
 _weights: weakref.WeakKeyDictionary[Any, HostWeights] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
 _tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # Filled by finalizers, which may run at any point of any thread: only a SimpleQueue may be used there.
@@ -50,37 +53,37 @@ _unloader: threading.Thread | None = None
 _lock = threading.RLock()
 
 
-def load_model(
+def load_part(
     group: WorkerGroup,
-    model: Any,
+    part: WorkerPart,
     patches: dict,
     version: Any,
     *,
-    force_cast: bool,
-    acceleration: Acceleration,
+    force_cast: bool = False,
+    acceleration: Acceleration = Acceleration.NONE,
     needs: ModelNeeds,
 ) -> None:
-    """Give a group ``model`` with ``patches``, sending only what it does not have yet.
+    """Give a group a module with ``patches``, sending only what it does not have yet.
 
     Args:
         group: The workers.
-        model: The ``BaseModel``.
+        part: The module.
         patches: ``ModelPatcher.patches``.
         version: Changes whenever anything but the model does.
         force_cast: Cast weights to the input's dtype in every layer.
         acceleration: How the workers evaluate it.
         needs: What it needs of a worker's GPU.
     """
-    token = _token(model)
-    weights, changed = _share_weights(model)
+    token = model_token(part.owner)
+    weights, changed = _share_weights(part)
     if changed:
         group.unload(token)
-    group.load(token, model, weights, needs)
+    group.load(token, part, weights, needs)
     group.patch(token, patches, version, force_cast=force_cast, acceleration=acceleration)
 
 
-def acquire_group(dims: ParallelDims, devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup:
-    """Return the running group of these degrees, devices and cluster, starting it if need be.
+def acquire_group(devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup:
+    """Return the running group of these devices and this cluster, starting it if need be.
 
     Raises:
         RequestError: If the cluster cannot run them.
@@ -88,11 +91,11 @@ def acquire_group(dims: ParallelDims, devices: tuple[str, ...], ray_address: str
     """
     global _current, _lost_because, _unloader
     with _lock:
-        if _current is not None and not _matches(_current, dims, devices, ray_address):
+        if _current is not None and not _matches(_current, devices, ray_address):
             _close_group()
         if _current is None:
-            pool = start_pool(dims, devices, ray_address=ray_address, again=_lost_because is not None)
-            _current, _lost_because = WorkerGroup(dims, devices, pool, ray_address), None
+            pool = start_pool(devices, ray_address=ray_address, again=_lost_because is not None)
+            _current, _lost_because = WorkerGroup(devices, pool, ray_address), None
         if _unloader is None:
             _unloader = threading.Thread(target=_unload_dead_models, name="ferry-unload", daemon=True)
             _unloader.start()
@@ -100,21 +103,19 @@ def acquire_group(dims: ParallelDims, devices: tuple[str, ...], ray_address: str
 
 
 def check_room(
-    model: Any,
-    dims: ParallelDims,
+    part: WorkerPart,
     devices: tuple[str, ...],
     *,
-    request: StreamRequest,
-    compute_bytes: int,
+    request: StreamRequest | None = None,
+    compute_bytes: int = 0,
     ray_address: str = "",
 ) -> ModelNeeds:
-    """Refuse a model that host or GPUs cannot hold, before a worker is started for it.
+    """Refuse a module that host or GPUs cannot hold, before a worker is started for it.
 
     Args:
-        model: The ``BaseModel``.
-        dims: Degrees.
+        part: The module.
         devices: Device of each worker.
-        request: What was asked of the workers' VRAM.
+        request: What was asked of the workers' VRAM; None: all that is free.
         compute_bytes: VRAM that one evaluation is estimated to take, 0 if that is not known.
         ray_address: Of the cluster that runs the workers; its nodes are asked once they are connected.
 
@@ -124,19 +125,17 @@ def check_room(
     Raises:
         RequestError: With what is needed and what there is.
     """
-    running = ray_address != "" or current_group(dims, devices) is not None
-    check_host(model, devices, shared=model in _weights, running=running)
-    needs = model_needs(
-        model, worker_bytes(model, dims), request, tensor_degree=dims.tp, compute_bytes=compute_bytes
-    )
+    running = ray_address != "" or current_group(devices) is not None
+    check_host(part.module, devices, shared=part.owner in _weights, running=running)
+    needs = model_needs(part, request or StreamRequest(), compute_bytes=compute_bytes)
     weight_room(needs, gpu_sizes(devices), devices)
     return needs
 
 
-def current_group(dims: ParallelDims, devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup | None:
-    """Return the running group of these degrees, devices and cluster, or None."""
+def current_group(devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup | None:
+    """Return the running group of these devices and this cluster, or None."""
     with _lock:
-        fits = _current is not None and _matches(_current, dims, devices, ray_address)
+        fits = _current is not None and _matches(_current, devices, ray_address)
         return _current if fits else None
 
 
@@ -146,8 +145,9 @@ def close_workers() -> None:
     with _lock:
         _close_group()
         _lost_because = None
-        for model, weights in list(_weights.items()):
-            weights.give_back(model.diffusion_model)
+        for owner, weights in list(_weights.items()):
+            if (module := _modules[owner]()) is not None:
+                weights.give_back(module)
         _weights.clear()
 
 
@@ -185,9 +185,13 @@ def unload_model(token: int) -> int:
         return freed
 
 
-def model_token(model: Any) -> int:
-    """Return the number by which workers know this model object."""
-    return _token(model)
+def model_token(owner: Any) -> int:
+    """Return the number by which workers know this object's module."""
+    with _lock:
+        if owner not in _tokens:
+            _tokens[owner] = next(_numbers)
+            weakref.finalize(owner, _dead_tokens.put, _tokens[owner]).atexit = False
+        return _tokens[owner]
 
 
 def _close_group() -> None:
@@ -209,14 +213,5 @@ def _unload_dead_models() -> None:
             drop_dead_group()
 
 
-def _token(model: Any) -> int:
-    with _lock:
-        if model not in _tokens:
-            _tokens[model] = next(_numbers)
-            weakref.finalize(model, _dead_tokens.put, _tokens[model]).atexit = False
-        return _tokens[model]
-
-
-def _matches(group: WorkerGroup, dims: ParallelDims, devices: tuple[str, ...], ray_address: str) -> bool:
-    asked = (dims, devices, ray_address)
-    return group.pool.alive and (group.dims, group.devices, group.ray_address) == asked
+def _matches(group: WorkerGroup, devices: tuple[str, ...], ray_address: str) -> bool:
+    return group.pool.alive and (group.devices, group.ray_address) == (devices, ray_address)

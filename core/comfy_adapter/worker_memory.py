@@ -14,6 +14,7 @@ import comfy.model_patcher
 import torch
 
 from .worker_groups import loaded_bytes, model_token, unload_model
+from .worker_parts import WorkerPart
 
 _entries: weakref.WeakKeyDictionary[Any, WorkerMemory] = weakref.WeakKeyDictionary()
 
@@ -68,15 +69,16 @@ class WorkerMemory(comfy.model_patcher.ModelPatcher):
             unload_model(self.token)
 
 
-def worker_memory(model: Any, size: int, patcher: comfy.model_patcher.ModelPatcher) -> WorkerMemory:
-    """Return the entry of a ``BaseModel``; it lives as long as the model.
+def worker_memory(part: WorkerPart, patcher: comfy.model_patcher.ModelPatcher) -> WorkerMemory:
+    """Return the entry of what workers hold; it lives as long as its owner.
 
     Args:
-        model: The ``BaseModel``.
-        size: Bytes of the weights that each worker holds.
+        part: What they hold.
         patcher: Whose devices count.
     """
-    if model not in _entries:
-        _entries[model] = WorkerMemory(model_token(model), size, patcher.load_device, patcher.offload_device)
-    _entries[model].size = size  # other degrees hold other parts
-    return _entries[model]
+    owner = part.owner
+    if owner not in _entries:
+        token = model_token(owner)
+        _entries[owner] = WorkerMemory(token, part.num_bytes, patcher.load_device, patcher.offload_device)
+    _entries[owner].size = part.num_bytes  # other degrees hold other parts
+    return _entries[owner]

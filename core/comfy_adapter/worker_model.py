@@ -57,11 +57,13 @@ class WorkerModel:
         stream: Mapping[str, int] | None = None,
     ) -> None:
         self.device = device
+        self.layout = layout
         # Where this rank's weights are while it does not compute.
         self.home = device if stream is None else torch.device("cpu")
-        self.module = build_empty_model(description)
+        self.module = self._build(description)
+        self.prefix: str = description.get("patch_prefix", PREFIX)
         self.weights = _whole_weights(self.module, description, weights)
-        plan = find_plan(description["class_path"])
+        plan = self._find_plan(description["class_path"])
         tensor = _tensor_parallel(self.module, plan, layout)
         self.shards = None if tensor is None else tensor.shards
         self._assign()
@@ -106,6 +108,14 @@ class WorkerModel:
                 limit="The weights of this model stream through the workers' VRAM",
                 way_out="Set acceleration to auto or none, or use more GPUs so that the weights fit",
             )
+
+    @staticmethod
+    def _build(description: Mapping[str, Any]) -> nn.Module:
+        return build_empty_model(description)
+
+    @staticmethod
+    def _find_plan(path: str) -> ModelPlan:
+        return find_plan(path)
 
     def apply_patches(self, message: Mapping[str, Any]) -> list[str]:
         """Make the weights those of the arena with ``message``'s patches, and no others.
@@ -215,7 +225,7 @@ class WorkerModel:
 
     def _patched_weight(self, name: str, entries: list[tuple], weight: torch.Tensor) -> torch.Tensor:
         """Return a whole weight, given as it is in the file on any device, with its patches."""
-        key = PREFIX + name
+        key = self.prefix + name
         compute = comfy.model_management.cast_to_device(
             weight, self.device, _lora_dtype(self.device), copy=True
         )

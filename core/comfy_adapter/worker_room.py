@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import comfy.model_management
 
 from ..errors import RequestError
 from ..log import get_logger
 from ..offload import least_stream_bytes
+from .worker_parts import WorkerPart
 
 _log = get_logger("workers")
 _GIB = 1 << 30
@@ -50,22 +50,20 @@ class ModelNeeds:
     request: StreamRequest
 
 
-def model_needs(
-    model: Any, weight_bytes: int, request: StreamRequest, *, tensor_degree: int, compute_bytes: int
-) -> ModelNeeds:
-    """Return what a ``BaseModel`` needs.
+def model_needs(part: WorkerPart, request: StreamRequest, *, compute_bytes: int) -> ModelNeeds:
+    """Return what a module needs; only a denoiser's weights can stream.
 
     Args:
-        model: The ``BaseModel``.
-        weight_bytes: Weights of the fullest worker.
+        part: The module.
         request: What was asked.
-        tensor_degree: Workers that share the weights.
         compute_bytes: ComfyUI's estimate for one evaluation, 0 if it is not known yet.
     """
-    # Of a cut model an estimate: what is outside the blocks may be whole in every worker.
-    least = least_stream_bytes(model.diffusion_model, request.prefetch_depth) // tensor_degree
+    least = part.num_bytes
+    if part.kind == "denoiser":
+        # Of a cut model an estimate: what is outside the blocks may be whole in every worker.
+        least = min(least, least_stream_bytes(part.module, request.prefetch_depth) // part.dims.tp)
     room = max(compute_bytes, comfy.model_management.minimum_inference_memory())
-    return ModelNeeds(weight_bytes, min(least, weight_bytes), int(room), request)
+    return ModelNeeds(part.num_bytes, least, int(room), request)
 
 
 def weight_room(

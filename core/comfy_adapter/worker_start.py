@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import comfy
@@ -13,7 +13,6 @@ import comfy.model_management
 
 from ..errors import WorkerError
 from ..log import get_logger
-from ..parallel import ParallelDims
 from ..workers import ClusterPool, ClusterSpec, RankEngine, WorkerPool, WorkerSpec
 from .model_export import comfyui_arguments
 from .worker_notices import WorkerNotice, loss_notice
@@ -28,13 +27,10 @@ _VERSION_FILE = "comfyui_version.py"
 _FOLDER_OPTION = re.compile(r"--[a-z-]*(directory|root|config|url|path)(=|$)")
 
 
-def start_pool(
-    dims: ParallelDims, devices: tuple[str, ...], *, again: bool, ray_address: str = ""
-) -> RankEngine:
+def start_pool(devices: tuple[str, ...], *, again: bool, ray_address: str = "") -> RankEngine:
     """Start one worker a device, or none; Cancel ends the start.
 
     Args:
-        dims: Their degrees.
         devices: Their devices.
         again: Whether others were lost before.
         ray_address: Of the cluster that they are to run on; "": on this machine.
@@ -48,11 +44,9 @@ def start_pool(
     start_s = time.monotonic()
     try:
         if ray_address:
-            pool = ClusterPool.start(
-                _cluster_workers(dims, devices), _cluster(ray_address), poll=check_interrupt
-            )
+            pool = ClusterPool.start(_cluster_workers(devices), _cluster(ray_address), poll=check_interrupt)
         else:
-            pool = WorkerPool.start(_spec(dims, devices), poll=check_interrupt)
+            pool = WorkerPool.start(_spec(devices), poll=check_interrupt)
     except WorkerError as error:
         loss_notice(str(error), len(devices)).send()
         raise
@@ -79,11 +73,11 @@ def _cluster(ray_address: str) -> ClusterSpec:
     )
 
 
-def _cluster_workers(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerSpec:
+def _cluster_workers(devices: tuple[str, ...]) -> WorkerSpec:
     """Return the workers for a cluster, without the folders of this machine."""
     arguments = comfyui_arguments()
     arguments["argv"] = without_folders(arguments["argv"])
-    return replace(_spec(dims, devices), setup_args={"arguments": arguments, "dims": asdict(dims)})
+    return replace(_spec(devices), setup_args={"arguments": arguments})
 
 
 def without_folders(argv: Sequence[str]) -> list[str]:
@@ -98,12 +92,12 @@ def without_folders(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _spec(dims: ParallelDims, devices: tuple[str, ...]) -> WorkerSpec:
+def _spec(devices: tuple[str, ...]) -> WorkerSpec:
     on_cpu = devices[0] == "cpu"
     return WorkerSpec(
         devices=devices,
         backend="gloo" if on_cpu else "nccl",
         setup="core.comfy_adapter.jobs",
-        setup_args={"arguments": comfyui_arguments(), "dims": asdict(dims)},
+        setup_args={"arguments": comfyui_arguments()},
         import_paths=(_comfyui_root(),),
     )

@@ -4,6 +4,7 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 """
 
 from .attention.cudnn import with_cudnn
+from .batch import batch_size, join_batch, split_batch
 from .compiled_blocks import CompiledBlocks
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
@@ -24,6 +25,9 @@ from .tensor_units import max_tensor_degree
 from .tp_plan import read_tp_plan
 
 __all__ = [
+    "batch_size",
+    "join_batch",
+    "split_batch",
     "SpatialHandle",
     "SpatialPlan",
     "SpatialRole",

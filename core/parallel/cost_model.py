@@ -6,7 +6,7 @@ Counts operations and bytes; nothing runs. Per GPU and per direction of its link
 - Ulysses over ``U`` of ``N`` ranks: ``4 b S h / N * (U - 1) / U``, waited for.
 - Ring over ``R`` ranks: ``R - 1`` times ``2 b (S / R) (h / U)``, beside the attention with the part before.
 - Tensor parallel over ``T`` ranks: ``2 b S h / (N / T) * (T - 1) / T`` for each row-parallel layer.
-- CFG: the prediction, once a step; nothing worth counting.
+- CFG and batch: the prediction, once a step; nothing worth counting. The part with the most samples decides.
 
 Sources: DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention (arXiv:2310.01889), Megatron-LM
 (arXiv:1909.08053), USP (arXiv:2405.07719).
@@ -15,7 +15,7 @@ Sources: DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention (arXiv:2310.01889)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .mesh import ParallelDims
 
@@ -73,6 +73,7 @@ class DenoiserWork:
         operations: How many kernels one forward launches.
         element_bytes: Bytes of one activation value.
         conditionings: Evaluations a step; 2 with a negative prompt.
+        samples: Samples of the batch that one evaluation is of.
         activation_bytes: What the forward holds at its peak besides the weights.
     """
 
@@ -85,6 +86,7 @@ class DenoiserWork:
     operations: int = 0
     element_bytes: int = 2
     conditionings: int = 1
+    samples: int = 1
     activation_bytes: int = 0
 
 
@@ -132,6 +134,7 @@ class Prediction:
 
 def predict(work: DenoiserWork, machine: Machine, dims: ParallelDims) -> Prediction:
     """Return the cost of one step of ``work`` under ``dims``; any degrees, also ones that do not fit."""
+    work = _largest_part(work, dims.batch)
     share = dims.sequence_size * dims.tp
     compute_s = work.linear_flops / share / machine.linear_flops_per_s
     exchange_s = 0.0
@@ -147,6 +150,22 @@ def predict(work: DenoiserWork, machine: Machine, dims: ParallelDims) -> Predict
     whole = work.weight_bytes - work.cut_weight_bytes
     memory = whole + work.cut_weight_bytes / dims.tp + work.activation_bytes / share
     return Prediction(dims, rounds * forward_s, rounds * exchange_s, memory)
+
+
+def _largest_part(work: DenoiserWork, parts: int) -> DenoiserWork:
+    """Return the work of the ranks that have the most samples of the batch."""
+    if parts == 1:
+        return work
+    samples = math.ceil(work.samples / parts)
+    share = samples / work.samples
+    return replace(
+        work,
+        linear_flops=work.linear_flops * share,
+        attention=tuple(replace(call, batch=math.ceil(call.batch * share)) for call in work.attention),
+        reduced_elements=math.ceil(work.reduced_elements * share),
+        activation_bytes=math.ceil(work.activation_bytes * share),
+        samples=samples,
+    )
 
 
 def _attention(

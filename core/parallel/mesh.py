@@ -1,8 +1,8 @@
 """Degrees of the parallel methods and the ranks' places on one device mesh.
 
-Axes, outermost first: ``cfg`` (which conditioning), ``tp`` (which slice of each weight), ``ring`` and
-``ulysses`` (which part of the token sequence). Ranks of one sequence group are neighbours, so the
-axes with the most traffic stay on the fastest links.
+Axes, outermost first: ``cfg`` (which conditioning), ``batch`` (which samples of the batch), ``tp`` (which
+slice of each weight), ``ring`` and ``ulysses`` (which part of the token sequence). Ranks of one sequence
+group are neighbours, so the axes with the most traffic stay on the fastest links.
 
 What this module does not do: it starts no process and no process group; ``build_mesh`` uses the one
 that the worker already has.
@@ -11,14 +11,14 @@ that the worker already has.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import RequestError
 
-_AXES = ("cfg", "tp", "ring", "ulysses")
+_AXES = ("cfg", "batch", "tp", "ring", "ulysses")
 _INPUT_NAMES = {"tp": "tensor_parallel_degree"}
 
 
@@ -33,12 +33,14 @@ class ParallelDims:
 
     Args:
         cfg: Groups of ranks that evaluate different conditionings at the same time.
+        batch: Groups of ranks that evaluate different samples of a batch at the same time.
         tp: Tensor parallel degree.
         ring: Ring attention degree (arXiv:2310.01889).
         ulysses: DeepSpeed-Ulysses degree (arXiv:2309.14509).
     """
 
     cfg: int = 1
+    batch: int = field(default=1, kw_only=True)
     tp: int = 1
     ring: int = 1
     ulysses: int = 1
@@ -52,6 +54,12 @@ class ParallelDims:
     def sequence_size(self) -> int:
         """Number of ranks that share one token sequence."""
         return self.ring * self.ulysses
+
+    def sample_ranks(self, branch: int) -> list[list[int]]:
+        """Return the ranks of one conditioning branch: for each part of the batch those that share it."""
+        size = self.tp * self.sequence_size
+        first = branch * self.batch * size
+        return [list(range(first + i * size, first + (i + 1) * size)) for i in range(self.batch)]
 
     @property
     def degrees(self) -> dict[str, int]:

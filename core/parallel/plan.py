@@ -21,6 +21,7 @@ class ParallelMethod(enum.StrEnum):
     """A way of dividing the work that a plan can be proven for."""
 
     CFG = "cfg"
+    BATCH = "batch"
     TENSOR = "tp"
     RING = "ring"
     ULYSSES = "ulysses"

@@ -1,8 +1,8 @@
 """Choose degrees for a denoiser, a number of GPUs and their links, and say why.
 
 Every product of degrees that the model and the memory allow is predicted (``cost_model``); the fastest
-wins. Within a few percent simpler ways win over others, in the order CFG, Ulysses, Ring, tensor
-parallel, and fewer GPUs over more: a GPU that gains nothing is better left to other work.
+wins. Within a few percent simpler ways win over others, in the order CFG and batch, Ulysses, Ring,
+tensor parallel, and fewer GPUs over more: a GPU that gains nothing is better left to other work.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def choose_degrees(
     """
     possible = [
         predict(work, machine, dims)
-        for dims in all_degrees(machine.gpus, methods=methods, conditionings=work.conditionings)
+        for dims in all_degrees(
+            machine.gpus, methods=methods, conditionings=work.conditionings, samples=work.samples
+        )
         if dims.ulysses * dims.tp <= max_ulysses and dims.tp <= max_tp
     ]
     alone = predict(work, machine, ParallelDims())
@@ -85,17 +87,21 @@ def choose_degrees(
     return DegreePlan(best, alone, ordered, _reason(best, alone, machine))
 
 
-def all_degrees(gpus: int, *, methods: Iterable[ParallelMethod], conditionings: int) -> list[ParallelDims]:
+def all_degrees(
+    gpus: int, *, methods: Iterable[ParallelMethod], conditionings: int, samples: int = 1
+) -> list[ParallelDims]:
     """Return every product of degrees on up to ``gpus`` GPUs.
 
     Args:
         gpus: How many there are.
         methods: Those with a degree above 1.
         conditionings: Evaluations a step: more CFG branches than these would stand idle.
+        samples: Of the batch, likewise.
     """
     allowed = frozenset(methods)
     limits = {method: gpus if method in allowed else 1 for method in ParallelMethod}
     limits[ParallelMethod.CFG] = min(limits[ParallelMethod.CFG], conditionings)
+    limits[ParallelMethod.BATCH] = min(limits[ParallelMethod.BATCH], samples)
     ranges = [range(1, limits[method] + 1) for method in ParallelMethod]
     names = [method.value for method in ParallelMethod]
     found = (ParallelDims(**dict(zip(names, degrees, strict=True))) for degrees in itertools.product(*ranges))

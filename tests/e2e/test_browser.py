@@ -109,7 +109,7 @@ _PANEL_INSIDE = """() => { const node = app.graph._nodes[0];
     return panel.y + panel.computedHeight <= node.size[1] + 1; }"""
 _VALUES = """id => Object.fromEntries(app.graph.getNodeById(id).widgets
     .filter(widget => widget.type !== 'ferry_panel').map(({name, value}) => [name, value]))"""
-_UNUSED = {"ring_degree": 1, "tensor_parallel_degree": 1, "ray_address": ""}
+_UNUSED = {"ring_degree": 1, "tensor_parallel_degree": 1, "ray_address": "", "batch_degree": 1}
 _NO_SETTINGS = {"Ferry.Gpus": [], "Ferry.VramBudgetGb": 0, "Ferry.RamBudgetGb": 0}
 _SAVED_WIDGETS = "() => app.graph.serialize().nodes.map(node => node.widgets_values.length)"
 

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NODE_IDS = {
     "FerryParallelModel",
     "FerryParallelSampler",
+    "FerryParallelVAE",
+    "FerryParallelTextEncoder",
     "FerryPlanParallelDegrees",
     "FerryDoctor",
     "FerryLoadDiffusionModelOffload",

@@ -61,9 +61,9 @@ def test_schema():
     schema = node().define_schema()
     schema.validate()
     # Last and optional: workflows and prompts saved before they existed do not bring them.
-    optional = ["ring_degree", "tensor_parallel_degree", "ray_address", "acceleration"]
+    optional = ["ring_degree", "tensor_parallel_degree", "ray_address", "acceleration", "batch_degree"]
     assert [entry.id for entry in schema.inputs] == ["model", *FITS, *optional]
-    assert all(entry.optional for entry in schema.inputs[-4:])
+    assert all(entry.optional for entry in schema.inputs[-5:])
     assert all(entry.tooltip for entry in schema.inputs)
     assert node().GET_SCHEMA().node_id == "FerryParallelModel"
 
@@ -78,6 +78,7 @@ def test_schema():
         FITS | {"gpus": 8, "ring_degree": 2},
         FITS | {"gpus": 8, "ring_degree": ["1", 1]},
         FITS | {"gpus": 8, "tensor_parallel_degree": 2, "acceleration": "torch.compile"},
+        FITS | {"gpus": 8, "batch_degree": 2},
         FITS | {"gpus": 8, "ring_degree": 1, "tensor_parallel_degree": ["1", 1]},
         FITS | {"ray_address": ""},
         # More than this machine has; a cluster is asked once the prompt runs.
@@ -102,6 +103,7 @@ def test_what_fits_is_accepted(validate, values):
         ({"ulysses_degree": 3}, "Set gpus to 6, or change a degree"),
         ({"tensor_parallel_degree": 2}, "Set gpus to 8, or change a degree"),
         ({"tensor_parallel_degree": 0}, "tensor_parallel_degree=0 was asked"),
+        ({"batch_degree": 0}, "batch_degree=0 was asked"),
         ({"gpus": "many"}, "many"),
         ({"acceleration": "fast"}, "acceleration='fast' was asked"),
         ({"acceleration": "cuda graphs"}, "need CUDA GPUs"),

@@ -97,7 +97,8 @@ _LEGEND = """
   as for the others.
 - **tensor**: weights cut by attention heads. A model with fewer heads than ranks is refused; most tiny ones
   have three, Z-Image five, Stable Diffusion XL two at one level, and Lumina 2 two groups of heads.
-- **batch**: whether a case holds two samples with prompts of their own. A batch is not split over GPUs.
+- **batch**: whether a case holds two samples with prompts of their own. Its samples one by one
+  give the same (`tests/core/plans/test_batch_split.py`), so `batch_degree` may share them out over GPUs.
 - **ComfyUI**: the older of the two tested versions (0.3.75, 0.33) that has the model; cases in *italics* need
   0.33.
 """

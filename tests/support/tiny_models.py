@@ -164,6 +164,8 @@ def randomize(model: nn.Module, gain: float = 1.4) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         values = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 0:
+            continue
         if parameter.ndim == 1 and name.endswith(("weight", "scale")):
             parameter.copy_(1 + 0.2 * values)
         elif parameter.ndim == 1:

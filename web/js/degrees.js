@@ -3,6 +3,7 @@
 // Outermost axis of the device mesh first; a short name for a small box.
 export const AXES = [
   ["cfg_degree", "CFG", "C"],
+  ["batch_degree", "Batch", "B"],
   ["tensor_parallel_degree", "tensor parallel", "T"],
   ["ring_degree", "Ring", "R"],
   ["ulysses_degree", "Ulysses", "U"],
@@ -52,7 +53,11 @@ export function findProblem(degrees, usable) {
 
 /** Return degrees for `gpus` GPUs that keep as many of the given ones as they can. */
 export function fitted(degrees, gpus) {
-  const keeps = [["cfg_degree", "tensor_parallel_degree", "ring_degree"], ["cfg_degree"], []];
+  const keeps = [
+    ["cfg_degree", "batch_degree", "tensor_parallel_degree", "ring_degree"],
+    ["cfg_degree"],
+    [],
+  ];
   for (const kept of keeps) {
     const others = kept.reduce((total, name) => total * (degrees[name] ?? 1), 1);
     if (gpus % others) continue;

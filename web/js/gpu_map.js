@@ -140,9 +140,9 @@ class GpuMap {
 /** Return whether figures belong to these degrees. */
 function matches(measured, degrees) {
   if (!measured) return false;
-  const { cfg, tp, ring, ulysses } = measured.degrees;
-  const now = [degrees.cfg_degree, degrees.tensor_parallel_degree, degrees.ring_degree, degrees.ulysses_degree];
-  return [cfg, tp, ring, ulysses].every((degree, axis) => degree === (now[axis] ?? 1));
+  const { cfg, batch, tp, ring, ulysses } = measured.degrees;
+  const was = { cfg, batch, tensor_parallel: tp, ring, ulysses };
+  return Object.entries(was).every(([name, degree]) => (degree ?? 1) === (degrees[`${name}_degree`] ?? 1));
 }
 
 function status(text, wrong = false) {

@@ -75,7 +75,7 @@ def test_ring_and_hybrid_equal_one_process() -> None:
 
 def test_the_product_with_ring_must_be_the_number_of_gpus() -> None:
     model = KINDS["flux"].build()
-    with pytest.raises(RequestError, match=r"cfg 1 x tp 1 x ring 3 x ulysses 2 = 6"):
+    with pytest.raises(RequestError, match=r"cfg 1 x batch 1 x tp 1 x ring 3 x ulysses 2 = 6"):
         sample_on_workers("flux", model, gpus=4, cfg_degree=1, ulysses_degree=2, ring_degree=3)
 
 

@@ -137,6 +137,6 @@ def test_degrees_that_do_not_fit_are_refused_before_any_process_starts() -> None
         parallel(model, {"gpus": 4, "cfg_degree": 1, "ulysses_degree": 2, "tensor_parallel_degree": 2})
     with pytest.raises(RequestError, match=r"tensor_parallel_degree='2' was asked"):
         parallel(model, TENSOR_2 | {"tensor_parallel_degree": "2"})
-    with pytest.raises(RequestError, match=r"cfg 1 x tp 3 x ring 1 x ulysses 1 = 3"):
+    with pytest.raises(RequestError, match=r"cfg 1 x batch 1 x tp 3 x ring 1 x ulysses 1 = 3"):
         parallel(model, TENSOR_2 | {"tensor_parallel_degree": 3})
     assert worker_processes() == before

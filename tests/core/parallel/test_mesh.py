@@ -25,7 +25,7 @@ def test_world_size_is_the_product_of_all_degrees() -> None:
         (
             ParallelDims(cfg=2, ulysses=2),
             3,
-            ["3 GPUs", "cfg 2 x tp 1 x ring 1 x ulysses 2 = 4", "Set gpus to 4"],
+            ["3 GPUs", "cfg 2 x batch 1 x tp 1 x ring 1 x ulysses 2 = 4", "Set gpus to 4"],
         ),
         (ParallelDims(), 2, ["2 GPUs", "= 1"]),
     ],

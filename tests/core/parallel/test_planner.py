@@ -92,6 +92,21 @@ def test_cfg_comes_first_then_ulysses():
     assert choose(QWEN_2048, machine(4)).dims == ParallelDims(ulysses=4)
 
 
+def test_a_batch_is_shared_out_before_a_sequence_is():
+    three = replace(
+        QWEN_2048,
+        linear_flops=3 * QWEN_2048.linear_flops,
+        attention=tuple(replace(call, batch=3) for call in QWEN_2048.attention),
+        samples=3,
+    )
+    assert choose(three, machine(3)).dims == ParallelDims(batch=3)
+    assert choose(replace(three, conditionings=2), machine(6)).dims == ParallelDims(cfg=2, batch=3)
+    assert predict(three, machine(2), ParallelDims(batch=2)).step_s == pytest.approx(
+        2 * predict(QWEN_2048, machine(2), ParallelDims()).step_s, rel=0.01
+    )
+    assert choose(QWEN_2048, machine(2)).dims == ParallelDims(ulysses=2)
+
+
 def test_ring_where_heads_are_too_few():
     few_heads = work(75600, linear=1807e12, layers=40, heads=2)
     chosen = choose(few_heads, machine(4), max_ulysses=2, max_tp=2).dims

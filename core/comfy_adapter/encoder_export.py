@@ -1,0 +1,100 @@
+"""What a worker needs to rebuild the transformer of a ComfyUI text encoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.ops
+import comfy.text_encoders.t5
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import RequestError
+from ..parallel import dotted_path
+from .model_export import linear_operations, named_parameters
+
+_T5 = "comfy.text_encoders.t5.T5"
+_PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+
+
+def describe_encoder(transformer: Any, *, patch_prefix: str) -> dict[str, Any]:
+    """Return the message from which a worker builds the same, empty transformer.
+
+    Args:
+        transformer: ``SDClipModel.transformer``.
+        patch_prefix: How names of its weights begin in patches of the CLIP.
+
+    Raises:
+        RequestError: If its weights are quantized, or of operations that workers do not know.
+    """
+    for name, tensor in named_parameters(transformer).items():
+        if is_traceable_wrapper_subclass(tensor):
+            raise _refusal(transformer, f"{name} is a {type(tensor).__name__}")
+    operations = linear_operations(transformer)
+    if operations is None:
+        raise _refusal(transformer, "its Linear layers are quantized or of another node pack")
+    return {
+        "class_path": dotted_path(transformer),
+        "config": _config(transformer),
+        "dtype": transformer.dtype,
+        "operations": operations,
+        "patch_prefix": patch_prefix,
+    }
+
+
+def build_empty_encoder(description: Mapping[str, Any]) -> nn.Module:
+    """Return the described transformer on the CPU, its weights not initialised."""
+    module_path, _, class_name = description["class_path"].rpartition(".")
+    if not module_path.startswith("comfy.text_encoders."):
+        raise ValueError(f"{description['class_path']} is no text encoder of ComfyUI")
+    cls = getattr(importlib.import_module(module_path), class_name)
+    operations = getattr(comfy.ops, description["operations"])
+    model = cls(dict(description["config"]), description["dtype"], torch.device("cpu"), operations)
+    return model.eval().requires_grad_(False)
+
+
+def _config(transformer: Any) -> dict[str, Any]:
+    """Return the configuration that the class was built with; a T5 keeps only what follows from it."""
+    if dotted_path(transformer) == _T5:
+        return _t5_config(transformer)
+    config = dataclasses.asdict(transformer.model.config)
+    foreign = [name for name, value in config.items() if not isinstance(value, _PLAIN)]
+    if foreign:
+        raise _refusal(transformer, f"its configuration holds {foreign}")
+    return config
+
+
+def _t5_config(transformer: Any) -> dict[str, Any]:
+    blocks = transformer.encoder.block
+    attention, feed_forward = blocks[0].layer[0].SelfAttention, blocks[0].layer[1].DenseReluDense
+    every_block = len(blocks) > 1 and blocks[1].layer[0].SelfAttention.relative_attention_bias is not None
+    return {
+        "num_layers": len(blocks),
+        "d_model": transformer.shared.embedding_dim,
+        "d_kv": attention.q.out_features // attention.num_heads,
+        "num_heads": attention.num_heads,
+        "d_ff": feed_forward.wo.in_features,
+        "vocab_size": transformer.shared.num_embeddings,
+        "is_gated_act": hasattr(feed_forward, "wi_0"),
+        "model_type": "umt5" if every_block else "t5",
+        "dense_act_fn": _activation_name(transformer, feed_forward),
+    }
+
+
+def _activation_name(transformer: nn.Module, feed_forward: Any) -> str:
+    for name, function in comfy.text_encoders.t5.activations.items():
+        if function is feed_forward.act:
+            return name
+    raise _refusal(transformer, f"its activation is {feed_forward.act!r}")
+
+
+def _refusal(transformer: nn.Module, what: str) -> RequestError:
+    return RequestError(
+        f"sharing the weights of the text encoder {type(transformer).__name__} was asked, but {what}",
+        limit="Workers hold plain weights of text encoders (fp32, bf16, fp16, fp8 storage)",
+        way_out="Load an unquantized file of it, or encode on one GPU",
+    )

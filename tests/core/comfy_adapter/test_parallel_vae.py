@@ -1,0 +1,72 @@
+"""Pictures and videos decoded by workers equal those decoded in this process, through ComfyUI's own VAE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comfyui_ferry.core.errors import RequestError
+from ferry_support.sampling import TOLERANCE, worker_processes
+from ferry_support.tiny_autoencoders import latent
+from ferry_support.tiny_clip_vae import tiny_vae
+from ferry_support.tiny_models import randomize
+
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_workers():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    from comfyui_ferry.core.comfy_adapter import close_workers
+
+    close_workers()
+    torch.set_num_threads(threads)
+
+
+def wan_vae() -> Any:
+    """Return a ``comfy.sd.VAE`` as the loader makes it from a file, 8 channels wide."""
+    import comfy.ldm.wan.vae
+    import comfy.sd
+
+    model = comfy.ldm.wan.vae.WanVAE(
+        dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, temperal_downsample=[False, True, True]
+    )
+    return comfy.sd.VAE(sd=randomize(model).state_dict(), dtype=torch.float32)
+
+
+def test_pictures_are_those_of_one_process() -> None:
+    from comfyui_ferry.core.comfy_adapter import make_parallel_vae
+
+    vae = wan_vae()
+    parallel = make_parallel_vae(vae, gpus=3)
+    picture, clip = latent(2, 16, 1, 5, 4), latent(1, 16, 2, 3, 4)
+    with torch.inference_mode():
+        for each in (picture, clip):
+            expected, found = vae.decode(each), parallel.decode(each)
+            assert found.shape == expected.shape
+            assert (found - expected).abs().max() <= TOLERANCE  # pixels are 0 to 1
+            assert expected.std() > 0.05
+        workers = worker_processes()
+        tiles = {"tile_x": 4, "tile_y": 4, "overlap": 1}
+        assert (parallel.decode_tiled(picture, **tiles) - vae.decode_tiled(picture, **tiles)).abs().max() <= (
+            TOLERANCE
+        )
+        pixels = torch.rand(1, 16, 16, 3)
+        assert torch.equal(parallel.encode(pixels), vae.encode(pixels))
+        assert (parallel.decode(picture) - vae.decode(picture)).abs().max() <= TOLERANCE
+    assert worker_processes() == workers and len(workers) == 3
+
+
+def test_what_has_no_plan_is_refused() -> None:
+    from comfyui_ferry.core.comfy_adapter import make_parallel_vae
+
+    with pytest.raises(RequestError, match=r"_Autoencoder.*VAEs with a plan are AutoencoderKL"):
+        make_parallel_vae(tiny_vae(), gpus=2)
+    vae = wan_vae()
+    with pytest.raises(RequestError, match="parallel already"):
+        make_parallel_vae(make_parallel_vae(vae, gpus=2), gpus=2)
+    with pytest.raises(RequestError, match="gpus=0"):
+        make_parallel_vae(vae, gpus=0)
