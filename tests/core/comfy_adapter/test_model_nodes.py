@@ -96,6 +96,7 @@ def test_some_nodes_of_each_kind(one_thread):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_node(one_thread):
     import nodes
 
