@@ -53,10 +53,12 @@ class ExchangeTimer:
     def seconds(self) -> float | None:
         """Return the sum, None if no wait was seen (none was made, or a compiled forward made them).
 
-        On CUDA the device must have got to the end of the forward.
+        On CUDA the host waits until the device has got to the end of the last wait.
         """
         if not self._events and not self._waits:
             return None
+        for _, stop in self._events:
+            stop.synchronize()
         return self._host_s + sum(start.elapsed_time(stop) for start, stop in self._events) / 1000
 
 

@@ -74,3 +74,20 @@ def test_workers_that_stream_equal_one_gpu(degrees):
         assert difference(result, expected) <= LIMITS[torch.bfloat16]
         group = worker_groups._current
         assert group is not None and list(group.loaded.values())[-1].streams
+
+
+@pytest.mark.parametrize("degrees", [ULYSSES_2, RING_2, TENSOR_2], ids=["ulysses", "ring", "tensor"])
+def test_two_gpus_tell_what_they_did(degrees, monkeypatch):
+    from comfyui_ferry.core.comfy_adapter import parallel_model as parallel_model_file
+    from comfyui_ferry.core.comfy_adapter import parallel_readout
+
+    monkeypatch.setattr(parallel_model_file, "executing_node_id", lambda: "7")
+    sample(
+        parallel(PATCHERS["flux"].build(load_device="cuda", dtype=torch.bfloat16), degrees), "flux", steps=6
+    )
+    told = parallel_readout.latest_readouts()[-1]
+    print(told)
+    assert told["devices"] == [0, 1]
+    assert told["evaluation_s"] > 0
+    assert 0 < told["exchange_share"] < 1
+    assert all(rank["memory_bytes"] > 0 and 0 < rank["computes"] < 1 for rank in told["ranks"])
