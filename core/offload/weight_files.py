@@ -38,7 +38,18 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
 }
+# Block scales of mxfp8 among them; torch knows them from 2.7 on.
+_NEWER_DTYPES = {
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+_DTYPES |= {name: getattr(torch, kind) for name, kind in _NEWER_DTYPES.items() if hasattr(torch, kind)}
 
 
 class WeightFile:

@@ -98,3 +98,22 @@ def test_refuses_what_is_not_whole(tmp_path):
         file.read(address, torch.zeros(24, dtype=torch.uint8))
     with pytest.raises(RequestError, match="opened"):
         WeightFile(tmp_path / "absent.safetensors")
+
+
+def test_every_dtype_that_the_format_has_is_read_bit_for_bit(tmp_path):
+    kinds = ["float64", "float32", "float16", "bfloat16", "complex64", "bool"]
+    kinds += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    kinds += ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+    raw = torch.arange(48, dtype=torch.uint8)
+    state = {
+        kind: raw.clone().view(getattr(torch, kind))
+        for kind in kinds
+        if kind != "bool" and hasattr(torch, kind)
+    }
+    state["bool"] = raw % 2 == 0
+    save_file(state, tmp_path / "all.safetensors")
+    found = WeightFile(tmp_path / "all.safetensors").tensors()
+    assert found.keys() == state.keys()
+    for kind, tensor in state.items():
+        assert found[kind].dtype == tensor.dtype
+        assert torch.equal(found[kind].view(torch.uint8), tensor.view(torch.uint8))
