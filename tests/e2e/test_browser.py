@@ -244,6 +244,9 @@ def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: 
     node = page.evaluate(_ADD_NODE, "FerryTrainLoraOffload")
     page.evaluate("""() => { app.canvas.ds.scale = 1; app.graph._nodes[0].pos = [300, 50]; }""")
     told = {"prompt_id": "some-prompt", "node_id": str(node), "steps": 20, "average_loss": 0.5}
+    told |= {"gpu_bytes": 5.1e9, "gpu_total_bytes": 24e9, "gpu_peak_bytes": 7.9e9, "gpu_planned_bytes": 7.8e9}
+    told |= {"pinned_bytes": 41e9, "stalled_share": 0.125, "predicted_seconds": 0.24}
+    told |= {"plan": "keeps 3 of 60 blocks"}
     for step in range(1, 6):
         told |= {"step": step, "loss": 1 / step, "seconds_per_step": 0.25, "seconds_left": 65.0}
         page.evaluate(
@@ -251,7 +254,10 @@ def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: 
         )
     text = page.locator(".ferry-lines").inner_text()
     assert "Step 5 of 20, loss 0.2000 (average 0.5000)" in text
-    assert "0.250 s a step, 1:05 left" in text
+    assert "0.250 s a step (predicted 0.240), 1:05 left" in text
+    assert "VRAM 5.1 GB of 24.0 GB (peak 7.9 GB, planned 7.8 GB), pinned RAM 41.0 GB" in text
+    assert "13 % waiting for weights" in text
+    assert "Plan: keeps 3 of 60 blocks" in text
     drawn = (
         "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(v => v)"
     )

@@ -9,7 +9,7 @@ const NODE = "FerryTrainLoraOffload";
 const EVENT = "ferry.training";
 const MOST_POINTS = 2000;
 const CHART_HEIGHT = 90;
-const PANEL_HEIGHT = 240;
+const PANEL_HEIGHT = 340;
 const GB = 1e9;
 
 const panels = new Map(); // node id -> panel
@@ -58,9 +58,9 @@ class TrainingPanel {
       "div",
       { className: "ferry-training", style: PANEL_STYLE },
       this.chart,
+      row,
       this.lines,
       this.preview,
-      row,
     );
     this.enable(false);
   }
