@@ -303,6 +303,8 @@ def write_tensor(view: torch.Tensor, offset: int, source: torch.Tensor) -> None:
     source = source.detach()
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
         # As bytes: some dtypes (float4, bits) have no copy kernel of their own.
-        target.copy_(source.reshape(-1).view(torch.uint8))
+        # One element counts as contiguous with any stride, also 0 (a broadcast view), but not for `view`.
+        flat = source.as_strided((source.numel(),), (1,))
+        target.copy_(flat.view(torch.uint8))
     else:
         target.view(source.dtype).view(source.shape).copy_(source)

@@ -42,7 +42,7 @@ def round_trip(value, *, copy=True):
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    return bytes(tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist())
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -107,8 +107,14 @@ def test_a_tensor_of_any_dtype_comes_back_bit_for_bit(dtype, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize(
     "view",
-    [lambda t: t.mT, lambda t: t[:, ::2], lambda t: t[1:2].expand(4, -1)],
-    ids=["transposed", "strided", "expanded"],
+    [
+        lambda t: t.mT,
+        lambda t: t[:, ::2],
+        lambda t: t[1:2].expand(4, -1),
+        lambda t: t[1, 1].expand(1),  # one element, stride 0: contiguous to PyTorch
+        lambda t: t[1, 1:2].as_strided((1, 1), (0, 0)),
+    ],
+    ids=["transposed", "strided", "expanded", "broadcast", "broadcast twice"],
 )
 def test_a_view_arrives_contiguous_with_its_own_values(dtype, view):
     tensor = view(random_bits(dtype, (4, 6)))
