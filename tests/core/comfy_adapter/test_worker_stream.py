@@ -82,15 +82,19 @@ def test_with_tensor_parallelism_each_streams_its_part():
     assert held() < weight_bytes
 
 
-def test_quantized_weights_stream_as_they_are():
+def test_quantized_weights_stream_as_they_are(monkeypatch):
     if not is_newer_comfyui():
         pytest.skip("0.3.75 holds scaled fp8 in another way")
+    # Of so small a model alignment is a large part, so it is not asked whether it fits.
+    room = "comfyui_ferry.core.comfy_adapter.worker_group.weight_room"
+    monkeypatch.setattr(room, lambda needs, free_bytes, devices: needs.weight_bytes // 2)
     plain = quantized_patcher("flux")
-    model = streamed(plain)
     for strength in (0.0, 1.0):
-        one, two = (with_lora(each, strength) if strength else each for each in (plain, model))
-        expected = sample(one, "flux", steps=1)
-        assert difference(sample(parallel(two, ULYSSES_2), "flux", steps=1), expected) <= TOLERANCE
+        model = with_lora(plain, strength) if strength else plain
+        expected = sample(model, "flux", steps=1)
+        patcher = parallel(model, ULYSSES_2)
+        patcher.run.request = StreamRequest(None, 0)
+        assert difference(sample(patcher, "flux", steps=1), expected) <= TOLERANCE
         held()
 
 
