@@ -335,7 +335,8 @@ def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = step()
 
-    def replay() -> torch.Tensor:
+    # The graph reads the inputs where they lie, so they stay: ``step`` holds them.
+    def replay(inputs_of: Callable[[], torch.Tensor] = step) -> torch.Tensor:
         graph.replay()
         return output
 

@@ -3,7 +3,8 @@
 A forward of many small kernels is limited by the host that launches them, the more so the more GPUs
 share the work. A recording holds for one shape of the inputs and one set of weights in memory: the
 first call of a shape runs as it is, the second is recorded, later ones replay it. Collectives are
-recorded with the rest. The kernels, hence the results, are those of the forward as it is.
+recorded with the rest. The kernels, hence the results, are those of the forward as it is, and each
+recording proves it once: it is replayed twice beside the forward itself.
 
 What this module does not do: it never looks inside the forward. One that depends on the values of its
 tensors on the host cannot be recorded, and is refused.
@@ -14,6 +15,7 @@ Source: CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-g
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ _log = get_logger("parallel")
 _MAX_RECORDINGS = 4
 # Shapes that were seen once, of which nothing is kept but the name.
 _MAX_SEEN = 64
+# Relative norm of the error: the same kernels on the same inputs, but some add in another order each time.
+_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class RecordedForward:
         call = functools.partial(self.forward, _with_tensors(arguments, iter(static)))
         try:
             replay, output = self._record(call)
+            _check(replay, output, call())
         except (PlanError, RequestError):
             raise
         except RuntimeError as error:
@@ -131,6 +136,31 @@ class RecordedForward:
                 way_out="Choose an acceleration without CUDA graphs",
             ) from error
         return _Recording(static, replay, output)
+
+
+def _check(replay: Callable[[], None], output: Any, expected: Any) -> None:
+    """Compare two replays with what the forward gives; all ranks replay, whatever one of them finds.
+
+    Raises:
+        RuntimeError: If they differ.
+    """
+    recorded: list[torch.Tensor] = []
+    plain: list[torch.Tensor] = []
+    _describe(output, recorded)
+    _describe(expected, plain)
+    errors = []
+    for _ in range(2):
+        replay()
+        errors += [_relative_error(one, other) for one, other in zip(recorded, plain, strict=True)]
+    # Not finite: the forward itself gave that.
+    if any(math.isfinite(error) and error > _TOLERANCE for error in errors):
+        raise RuntimeError(f"its replay differs from the forward itself by {max(errors):.1e}")
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    size = expected.double().norm()
+    error = (actual.double() - expected.double()).norm()
+    return float(error / size) if size else float(error)
 
 
 class _CudaRecorder:

@@ -88,6 +88,29 @@ def test_what_cannot_be_recorded_is_refused() -> None:
             forward(call_with(noise(2)))
 
 
+@pytest.mark.parametrize("wrong_replay", [1, 2])
+def test_a_recording_that_gives_something_else_is_not_used(wrong_replay: int) -> None:
+    """Such as one that reads memory which others use by then."""
+
+    def record(call: Any) -> Any:
+        output, replays = call(), []
+
+        def replay() -> None:
+            replays.append(None)
+            output.copy_(call() if len(replays) < wrong_replay else torch.full_like(output, 7.0))
+
+        return replay, output
+
+    refusing = RecordedForward(scaled, record=record)
+    passing = RecordedForward(scaled, record=record, required=False)
+    x = noise(2, 3)
+    refusing(call_with(x))
+    with pytest.raises(RequestError, match="its replay differs from the forward itself"):
+        refusing(call_with(x))
+    for _ in range(3):
+        assert torch.equal(passing(call_with(x)), scaled(call_with(x)))
+
+
 def test_what_need_not_be_recorded_runs_as_it_is() -> None:
     attempts = []
 
