@@ -58,7 +58,7 @@ def uncompiled(method: Callable[..., Any]) -> Any:
 class _Uncompiled:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
-        functools.update_wrapper(self, method)
+        self.__doc__ = method.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner, name
