@@ -59,3 +59,17 @@ def check_acceleration(value: str, devices: tuple[str, ...]) -> Acceleration:
             way_out="Install triton, or set acceleration to none or cuda graphs",
         )
     return chosen
+
+
+def check_streamed(chosen: Acceleration) -> None:
+    """Refuse what weights that stream cannot do: they are evaluated as they come.
+
+    Raises:
+        RequestError: If something else than ``auto`` or ``none`` was asked.
+    """
+    if chosen not in (Acceleration.AUTO, Acceleration.NONE):
+        raise RequestError(
+            f"acceleration={chosen.value!r} was asked",
+            limit="The weights of this model stream through the workers' VRAM",
+            way_out="Set acceleration to auto or none, or use more GPUs so that the weights fit",
+        )

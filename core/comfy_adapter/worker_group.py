@@ -11,12 +11,12 @@ import torch
 from ..errors import WorkerError
 from ..parallel import ParallelDims, batch_size, join_batch, split_batch
 from ..workers import RankEngine
-from .acceleration import Acceleration
+from .acceleration import Acceleration, check_streamed
 from .host_weights import HostWeights
 from .patch_messages import encode_patches
 from .sent_tensors import SentTensors
 from .worker_parts import WorkerPart
-from .worker_room import ModelNeeds, weight_room
+from .worker_room import ModelNeeds, fits_as_before, weight_room
 from .worker_start import check_interrupt
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Of a denoiser's arguments the one that holds no row for each sample.
 _WHOLE = frozenset({"transformer_options"})
+_UNKNOWN = object()
 
 
 @dataclass
@@ -34,6 +35,7 @@ class _Loaded:
     dims: ParallelDims
     patch_prefix: str
     num_bytes: int
+    needs: ModelNeeds
     streams: bool = False
     version: Any = None
     # By conditioning branch and part of the batch.
@@ -54,11 +56,13 @@ class WorkerGroup:
 
         Args:
             token: Its number.
-            part: The module; with other degrees than before it is loaded anew.
+            part: The module; with other degrees than before, or where it must stream now and does not, it
+                is loaded anew.
             weights: Its weights in shared memory.
             needs: What it needs of a worker's GPU.
         """
-        if token in self.loaded and self.loaded[token].dims != part.dims:
+        loaded = self.loaded.get(token)
+        if loaded is not None and (loaded.dims != part.dims or not self._still_fits(loaded, needs)):
             self.unload(token)
         if token not in self.loaded:
             self._send(token, part, weights, needs)
@@ -76,16 +80,24 @@ class WorkerGroup:
             version: Changes whenever anything here does.
             force_cast: Cast weights to the input's dtype in every layer.
             acceleration: How the workers evaluate the model.
+
+        Raises:
+            RequestError: If weights that stream cannot be evaluated in this way.
         """
-        if self.loaded[token].version == version:
+        loaded = self.loaded[token]
+        if loaded.streams:
+            check_streamed(acceleration)
+        if loaded.version == version:
             return
-        message = encode_patches(patches, prefix=self.loaded[token].patch_prefix)
+        message = encode_patches(patches, prefix=loaded.patch_prefix)
+        # If the user cancels, the workers still apply it, so the weights are not those of any version.
+        loaded.version = _UNKNOWN
         settings = {"force_cast": force_cast, "acceleration": acceleration.value}
         payload = {"token": token, "patches": message, **settings}
         applied = self.pool.call("patch", payload, poll=check_interrupt)
         if any(names != sorted(message) for names in applied.values()):
             raise WorkerError(f"the ranks applied different weight patches: {applied}")
-        self.loaded[token].version = version
+        loaded.version = version
 
     def unload(self, token: int) -> None:
         """Drop a module from all workers."""
@@ -168,9 +180,22 @@ class WorkerGroup:
         self.pool.send_ahead(message, poll=check_interrupt)
         call = self.pool.submit("load", message)
         streams = stream is not None
-        self.loaded[token] = _Loaded(part.dims, part.patch_prefix, needs.weight_bytes, streams)
+        self.loaded[token] = _Loaded(part.dims, part.patch_prefix, needs.weight_bytes, needs, streams)
         # If the user cancels, the workers still finish loading, and the next prompt finds it done.
         self._note_held(token, call.wait(poll=check_interrupt))
+
+    def _still_fits(self, loaded: _Loaded, needs: ModelNeeds) -> bool:
+        """Return whether a loaded module is held as it would be if it were loaded now."""
+        if loaded.streams:
+            return loaded.needs.request.prefetch_depth == needs.request.prefetch_depth
+        if fits_as_before(loaded.needs, needs):
+            return True
+        free = self.pool.call("free_memory", poll=check_interrupt)
+        free = {rank: None if room is None else room + loaded.num_bytes for rank, room in free.items()}
+        if weight_room(needs, free, self.pool.device_names) is not None:
+            return False
+        loaded.needs = needs
+        return True
 
     def _fit(self, token: int, needs: ModelNeeds) -> None:
         """Let a streamed model have what is free now; a larger picture leaves less."""

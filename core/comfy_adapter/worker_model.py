@@ -14,7 +14,6 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ..errors import RequestError
 from ..offload import WeightChange
 from ..parallel import (
     ModelPlan,
@@ -26,7 +25,7 @@ from ..parallel import (
 )
 from ..plans import find_plan
 from . import quantized
-from .acceleration import Acceleration
+from .acceleration import Acceleration, check_streamed
 from .model_export import named_parameters
 from .nested import map_tensors
 from .patch_messages import PREFIX, decode_patches
@@ -102,12 +101,8 @@ class WorkerModel:
         """
         if self.stream is None:
             self.evaluate.set_acceleration(acceleration)
-        elif acceleration not in (Acceleration.AUTO, Acceleration.NONE):
-            raise RequestError(
-                f"acceleration={acceleration.value!r} was asked",
-                limit="The weights of this model stream through the workers' VRAM",
-                way_out="Set acceleration to auto or none, or use more GPUs so that the weights fit",
-            )
+        else:
+            check_streamed(acceleration)
 
     @staticmethod
     def _build(description: Mapping[str, Any]) -> nn.Module:

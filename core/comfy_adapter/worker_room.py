@@ -100,6 +100,12 @@ def weight_room(
     return room
 
 
+def fits_as_before(before: ModelNeeds, now: ModelNeeds) -> bool:
+    """Return whether a module that fitted whole with the needs ``before`` does so with those of ``now``."""
+    limit = now.request.vram_limit_bytes
+    return now.compute_bytes <= before.compute_bytes and (limit is None or limit >= now.weight_bytes)
+
+
 def _too_large(needs: ModelNeeds, where: str, limit: str) -> RequestError:
     """Return the error for a model that cannot even stream."""
     return RequestError(
