@@ -41,6 +41,7 @@ class Residency:
         self._cached: OrderedDict[int, Bucket] = OrderedDict()
         self._held: list[Slot] = []
         self._by_address: dict[int, Slot] = {}
+        self._spans: list[tuple[int, int]] = []
 
     @property
     def resident_bytes(self) -> int:
@@ -55,6 +56,13 @@ class Residency:
     def slot_at(self, address: int) -> Slot | None:
         """Return the slot in use, or still viewed, whose memory starts at ``address``."""
         return self._by_address.get(address)
+
+    def is_in_a_slot(self, address: int) -> bool:
+        """Return whether ``slot_at`` may know the memory that ``address`` points into."""
+        for start, end in self._spans:
+            if start <= address < end:
+                return True
+        return False
 
     def fetch(self, bucket: Bucket, segment: Segment | None = None) -> Slot:
         """Make the current content of ``segment`` (None: of the whole bucket) readable in a slot.
@@ -184,6 +192,7 @@ class Residency:
             slot = self._acquire(bucket.nbytes, is_kept=bucket.is_kept)
             self._fill(slot, bucket)
         self._by_address[slot.address] = slot
+        self._note_spans()
         self._count(slot, bucket.nbytes)
         self.note_peak()
         return slot
@@ -231,7 +240,11 @@ class Residency:
         assert slot.bucket is not None
         self._count(slot, -slot.bucket.nbytes)
         del self._by_address[slot.address]
+        self._note_spans()
         self.pool.release(slot)
+
+    def _note_spans(self) -> None:
+        self._spans = [(start, start + slot.capacity_bytes) for start, slot in self._by_address.items()]
 
     def _count(self, slot: Slot, nbytes: int) -> None:
         if slot.is_kept:

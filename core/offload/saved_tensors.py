@@ -18,7 +18,7 @@ relies on as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -97,8 +97,7 @@ class _SlotHandle:
             return torch._neg_view(view) if self.is_neg else view
 
 
-@dataclass(frozen=True)
-class _KeptTensor:
+class _KeptTensor(NamedTuple):  # made for nearly every tensor that autograd saves: the cheapest there is
     """Any other tensor, when nobody else has hooks."""
 
     tensor: torch.Tensor
@@ -131,6 +130,9 @@ class _Wrapper:
     parts: tuple[Any, ...]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class _HookPair:
     """The hooks of one push, with the pair that they stand in front of."""
 
@@ -140,7 +142,7 @@ class _HookPair:
 
     @uncompiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
             leaves, rebuild = take_apart(tensor)
             handles = [self._handle(leaf) for leaf in leaves]
             if any(handles):
@@ -158,6 +160,8 @@ class _HookPair:
 
     @uncompiled
     def unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is _KeptTensor:
+            return packed.open()
         if isinstance(packed, _SlotHandle):
             packed.check()
             view = self.engine.reopen(packed.bucket, packed.segment, packed.view)
@@ -165,12 +169,14 @@ class _HookPair:
             return view
         if isinstance(packed, _OuterValue):
             return packed.unpack(packed.value)
-        if isinstance(packed, _Wrapper):
-            return packed.rebuild([self.unpack(part) for part in packed.parts])
-        return packed.open()
+        assert isinstance(packed, _Wrapper)
+        return packed.rebuild([self.unpack(part) for part in packed.parts])
 
     def _handle(self, tensor: torch.Tensor) -> _SlotHandle | None:
         if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
+            return None
+        # Most tensors are no weights. An empty one has no address of its own.
+        if tensor.numel() and not self.engine.residency.is_in_a_slot(tensor.data_ptr()):
             return None
         slot = self.engine.residency.slot_at(tensor.untyped_storage().data_ptr())
         if slot is None or slot.bucket is None:
