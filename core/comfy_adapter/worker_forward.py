@@ -74,7 +74,12 @@ class WorkerForward:
         evaluate = functools.partial(_evaluate, self._module, self._handle, override)
         self._evaluate = evaluate
         required = self._acceleration is not Acceleration.AUTO
-        self._recorded = RecordedForward(evaluate, required=required) if self._acceleration.records else None
+        self._recorded = None
+        if self._acceleration.records:
+            agree = (
+                None if self._handle is None else functools.partial(self._handle.agree, device=self._device)
+            )
+            self._recorded = RecordedForward(evaluate, required=required, agree=agree)
         return evaluate if self._recorded is None else self._recorded
 
 

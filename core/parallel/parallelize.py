@@ -17,6 +17,7 @@ from ..errors import PlanError
 from ..module_hooks import hook_names, install_hook, remove_hook
 from .arguments import slot_of
 from .attention.local import AttentionFunction
+from .collectives import all_reduce
 from .context_parallel import ContextParallelHook
 from .forward_state import ForwardState
 from .mesh import SequenceGroup
@@ -154,6 +155,20 @@ class ParallelHandle:
             return output
         finally:
             self._state = None
+
+    def agree(self, well: bool, *, device: torch.device) -> bool:
+        """Return whether all ranks that share this model say ``well``; all of them must call.
+
+        Args:
+            well: What this rank says.
+            device: Where it computes.
+        """
+        failures = torch.tensor([0.0 if well else 1.0], device=device)
+        groups = (self.group and self.group.whole, self.tensor and self.tensor.group)
+        for group in groups:
+            if group is not None:
+                failures = all_reduce(failures, group=group)
+        return float(failures) == 0.0
 
     def attention_override(
         self,

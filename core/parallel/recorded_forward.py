@@ -4,7 +4,8 @@ A forward of many small kernels is limited by the host that launches them, the m
 share the work. A recording holds for one shape of the inputs and one set of weights in memory: the
 first call of a shape runs as it is, the second is recorded, later ones replay it. Collectives are
 recorded with the rest. The kernels, hence the results, are those of the forward as it is, and each
-recording proves it once: it is replayed twice beside the forward itself.
+recording proves it once: it is replayed twice beside the forward itself. Ranks that share a forward record
+it together or not at all, because they must make the same exchanges.
 
 What this module does not do: it never looks inside the forward. One that depends on the values of its
 tensors on the host cannot be recorded, and is refused.
@@ -62,6 +63,7 @@ class RecordedForward:
             make the same calls.
         record: Records a call: returns what runs it again, and its output.
         required: Whether a forward that cannot be recorded is refused; else it runs as it is.
+        agree: Returns whether all ranks of its groups say yes; called by all of them. None: there is one.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class RecordedForward:
         *,
         record: Recorder | None = None,
         required: bool = True,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self.forward = forward
+        self._agree: Callable[[bool], bool] = bool if agree is None else agree
         self.required = required
         self._possible = True
         self._record = _CudaRecorder() if record is None else record
@@ -114,16 +118,13 @@ class RecordedForward:
         self._seen.clear()
 
     def _try_to_record(self, arguments: Arguments, tensors: list[torch.Tensor]) -> _Recording | None:
-        static = [tensor.clone() for tensor in tensors]
-        call = functools.partial(self.forward, _with_tensors(arguments, iter(static)))
         try:
-            replay, output = self._record(call)
-            _check(replay, output, call())
+            static, call, replay, output = self._together(lambda: self._begin(arguments, tensors))
+            self._together(lambda: _check(replay, output, call()))
         except (PlanError, RequestError):
             raise
         except RuntimeError as error:
             if not self.required:
-                # Other ranks may replay while this one computes: the collectives are the same.
                 _log.info("this model's forward is not recorded as a CUDA graph: %s", error)
                 self.clear()
                 self._possible = False
@@ -136,6 +137,28 @@ class RecordedForward:
                 way_out="Choose an acceleration without CUDA graphs",
             ) from error
         return _Recording(static, replay, output)
+
+    def _begin(self, arguments: Arguments, tensors: list[torch.Tensor]) -> tuple:
+        static = [tensor.clone() for tensor in tensors]
+        call = functools.partial(self.forward, _with_tensors(arguments, iter(static)))
+        return static, call, *self._record(call)
+
+    def _together(self, action: Callable[[], Any]) -> Any:
+        """Return what ``action`` does here if it succeeds on all ranks.
+
+        Raises:
+            RuntimeError: If it fails, here or elsewhere: what a GPU has free is its own matter.
+        """
+        try:
+            result = action()
+        except (PlanError, RequestError):
+            raise
+        except RuntimeError:
+            self._agree(False)
+            raise
+        if not self._agree(True):
+            raise RuntimeError("another GPU that shares the forward cannot record it")
+        return result
 
 
 def _check(replay: Callable[[], None], output: Any, expected: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -123,6 +124,33 @@ def test_what_need_not_be_recorded_runs_as_it_is() -> None:
         arguments = call_with(noise(2, 3, seed=step))
         assert torch.equal(forward(arguments), scaled(arguments))
     assert len(attempts) == 1
+
+
+def _outputs_where_one_rank_fails(failing: int) -> list[bool]:
+    model, group = build_toy(), world_group()
+    handle = parallelize(model, PLAN, group=group)
+
+    def forward(arguments: dict[str, Any]) -> Any:
+        options = {"override": handle.attention_override}
+        return handle.run(model, **arguments, transformer_options=options)
+
+    def record(call: Any) -> Any:
+        recorded = Recorder()(call)
+        if torch.distributed.get_rank() == failing:
+            raise torch.OutOfMemoryError("full")  # another process of that GPU took the memory
+        return recorded
+
+    agree = functools.partial(handle.agree, device=torch.device("cpu"))
+    recorded = RecordedForward(forward, record=record, required=False, agree=agree)
+    with torch.inference_mode():
+        inputs = [toy_call() | {"image": toy_call()["image"] * (step + 1)} for step in range(4)]
+        return [torch.equal(recorded(each), forward(each)) for each in inputs]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_ranks_record_together_or_not_at_all(failing: int) -> None:
+    """Else one makes other exchanges than the rest, and they wait for each other."""
+    assert run_ranks(_outputs_where_one_rank_fails, 2, failing, timeout_s=30) == [[True] * 4] * 2
 
 
 def _parallel_outputs() -> list[bool]:
