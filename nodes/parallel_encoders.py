@@ -6,7 +6,13 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..core.comfy_adapter import RequestError, check_gpus, make_parallel_clip, make_parallel_vae
+from ..core.comfy_adapter import (
+    RequestError,
+    check_gpus,
+    make_parallel_clip,
+    make_parallel_vae,
+    settings_version,
+)
 from .schema import known
 
 
@@ -56,6 +62,11 @@ class ParallelVae(io.ComfyNode):
         return gpus_problem(gpus)
 
     @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        """Make the VAE anew when other GPUs were chosen in the settings."""
+        return settings_version("gpus")
+
+    @classmethod
     def execute(cls, vae: Any, gpus: int) -> io.NodeOutput:
         """Return the parallel VAE."""
         return io.NodeOutput(make_parallel_vae(vae, gpus=gpus))
@@ -82,6 +93,11 @@ class ParallelTextEncoder(io.ComfyNode):
     def validate_inputs(cls, gpus: int | None = None) -> bool | str:
         """Refuse a number of GPUs that the machine does not have before the prompt starts."""
         return gpus_problem(gpus)
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        """Make the CLIP anew when other GPUs were chosen in the settings."""
+        return settings_version("gpus")
 
     @classmethod
     def execute(cls, clip: Any, gpus: int) -> io.NodeOutput:

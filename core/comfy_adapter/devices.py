@@ -102,13 +102,15 @@ def helper_devices(gpus: int, *, first: torch.device) -> tuple[str, ...]:
     """Return the devices of ``gpus`` without ``first``, which this process computes on itself.
 
     Raises:
-        RequestError: If the machine has not so many.
+        RequestError: If there are not so many that may be used.
     """
     worker_devices(gpus)
     if first.type != "cuda":
         return ("cpu",) * (gpus - 1)
     own = f"GPU-{torch.cuda.get_device_properties(first).uuid}"
-    return tuple(device for device in _available_devices() if device != own)[: gpus - 1]
+    available = _available_devices()
+    usable = (available[index] for index in chosen_gpus(len(available)))
+    return tuple(device for device in usable if device != own)[: gpus - 1]
 
 
 def check_gpus(gpus: int) -> None:

@@ -191,6 +191,7 @@ class Residency:
         if slot is None:
             slot = self._acquire(bucket.nbytes, is_kept=bucket.is_kept)
             self._fill(slot, bucket)
+        slot.is_kept = bucket.is_kept
         self._by_address[slot.address] = slot
         self._note_spans()
         self._count(slot, bucket.nbytes)
@@ -198,7 +199,6 @@ class Residency:
         return slot
 
     def _fill(self, slot: Slot, bucket: Bucket) -> None:
-        slot.is_kept = bucket.is_kept
         with bucket.host_lock:
             slot.note_content(bucket)
             # What an optimizer may change meanwhile is copied while the lock is held.

@@ -31,3 +31,16 @@ def test_schemas_are_valid_and_numbers_are_checked() -> None:
             node.execute(value, gpus="2")
         with pytest.raises(RequestError, match="was asked"):  # neither class has a plan
             node.execute(value, gpus=2)
+
+
+def test_another_choice_of_gpus_makes_them_anew(monkeypatch) -> None:
+    from comfyui_ferry.nodes import parallel, parallel_encoders
+
+    for module in (parallel, parallel_encoders):
+        monkeypatch.setattr(module, "settings_version", lambda kind: f"chosen {kind}")
+    for node in (
+        parallel.ParallelModel,
+        parallel_encoders.ParallelVae,
+        parallel_encoders.ParallelTextEncoder,
+    ):
+        assert node.fingerprint_inputs(gpus=2) == "chosen gpus"

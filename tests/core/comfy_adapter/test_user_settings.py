@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+import torch
 from comfyui_ferry.core.comfy_adapter import devices, fill_auto, user_settings
 from comfyui_ferry.core.errors import RequestError
 from ferry_support.tiny_patchers import PATCHERS
@@ -80,6 +81,20 @@ def test_workers_get_the_chosen_gpus_and_no_others(write, monkeypatch):
     assert devices.device_index("GPU-d", 1) == 3
     with pytest.raises(RequestError, match=r"gpus=3.*Settings > Ferry allows 2: 1, 3.*from 1 to 2"):
         devices.worker_devices(3)
+
+
+def test_a_training_takes_its_helpers_from_the_chosen_gpus_too(write, monkeypatch):
+    monkeypatch.setattr(devices, "_available_devices", lambda: ("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="b"))
+    own = torch.device("cuda", 1)
+    write(Gpus=[])
+    assert devices.helper_devices(3, first=own) == ("GPU-a", "GPU-c")
+    write(Gpus=[1, 2, 3])
+    assert devices.helper_devices(3, first=own) == ("GPU-c", "GPU-d")
+    write(Gpus=[2, 3])
+    assert devices.helper_devices(2, first=own) == ("GPU-c",)
+    with pytest.raises(RequestError, match="Settings > Ferry allows 2: 2, 3"):
+        devices.helper_devices(3, first=own)
 
 
 @pytest.mark.parametrize("value", [[4], [-1], [0, 0], "0,1", [True], [0.5], {"0": 1}])

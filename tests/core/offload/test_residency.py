@@ -124,3 +124,16 @@ def test_out_of_memory_gives_up_the_cache_first(residency, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         residency.fetch(cached)
     assert cached.slot is None and residency.resident_bytes == SIZE
+
+
+def test_a_kept_bucket_that_streams_again_counts_as_streamed(residency):
+    bucket = make_bucket(1.0)
+    residency.set_kept([bucket], cache_limit_bytes=2 * SIZE)
+    residency.fetch(bucket)
+    assert residency.kept_bytes == SIZE
+    residency.stream(bucket)
+    assert content(residency, bucket) == 1.0
+    assert residency.transfer.moved_to_target_bytes == SIZE  # from the slot that it had
+    assert (residency.kept_bytes, residency.resident_bytes) == (0, SIZE)
+    residency.drop(bucket)
+    assert (residency.kept_bytes, residency.resident_bytes) == (0, 0)
