@@ -11,6 +11,7 @@ Shapes: ``B`` batch, ``S`` tokens, ``H`` heads, ``D`` head dim.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,11 +60,35 @@ class AttentionCall:
         """
         return self.function(q, k, v, q.shape[1], mask=mask, skip_reshape=True, **self.options)
 
+    def read_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a mask for other kernels than the backend's, to whom True means that a key is attended to.
+
+        That is what a bool mask means to PyTorch's attention. Backends that add it to the scores instead
+        (ComfyUI's sub-quadratic and split attention) read True as 1; here one process decides, not we.
+        """
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        added = _adds_bool_masks(self.function, self.q.device, self.q.dtype, self.q.shape[3])
+        return mask.to(self.q.dtype) if added else mask
+
     def as_asked(self, output: torch.Tensor) -> torch.Tensor:
         """Return ``output`` ``[B, S, H * D]`` in the layout that the caller asked for."""
         if not self.keeps_heads:
             return output
         return output.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _adds_bool_masks(
+    function: AttentionFunction, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> bool:
+    """Ask a backend for the attention to two keys with equal scores, the second of them masked."""
+    q, k = torch.zeros(2, 1, 1, 2, head_dim, device=device, dtype=dtype)
+    v = torch.zeros_like(k)
+    v[:, :, 1] = 1
+    mask = torch.tensor([True, False], device=device).expand(1, 1, 2, 2)
+    output = function(q, k, v, 1, mask=mask, skip_reshape=True)
+    return output.abs().max().item() > 0.1
 
 
 def parse_call(

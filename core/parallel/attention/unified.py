@@ -38,6 +38,7 @@ def sequence_attention(
     chunks = [token_sizes[first : first + width] for first in range(0, len(token_sizes), width)]
     chunk_sizes = tuple(map(sum, chunks))
     scale = ring_scale(call.options)
+    mask = call.read_mask(mask)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return ring_attention(q, k, v, chunk_sizes=chunk_sizes, mask=mask, scale=scale, group=ring)
