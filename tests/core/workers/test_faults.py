@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,7 +148,8 @@ def test_a_long_computation_is_no_fault(forked):
 
 def test_a_call_that_takes_longer_than_before_is_no_fault(forked):
     """Below the limit; and another kind of call is not compared with it."""
-    with WorkerPool.start(spec()) as pool:
+    # A busy machine may look like a rank that sleeps, at the short limit of the other tests.
+    with WorkerPool.start(spec(deadlines=replace(SHORT, stall_s=20.0))) as pool:
         for _ in range(3):
             pool.call("compute", {"seconds": 0.2}, alike="short")
         pool.call("compute", {"seconds": 0.9}, alike="short")
