@@ -1,4 +1,4 @@
-"""The live read-out of a streamed model: a line on its node and an event for the browser."""
+"""The live read-out of a streamed model: an event that the panel on its node shows (offload_panel.js)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import weakref
 from typing import Any
 
 from ..offload import ModelStreamer, StreamStats
-from .running_trainings import send_event, show_text
+from .running_trainings import send_event
 
 EVENT = "ferry.offload"
 _INTERVAL_S = 1.0
-_GB = 2**30
 
 
 class StreamReadout:
@@ -33,9 +32,7 @@ class StreamReadout:
         if streamer is None or now_s - self._shown_s < _INTERVAL_S:
             return
         self._shown_s = now_s
-        stats = streamer.stats()
-        send_event(EVENT, readout_data(stats, self._node_id))
-        show_text(readout_text(stats), self._node_id)
+        send_event(EVENT, readout_data(streamer.stats(), self._node_id))
 
 
 def readout_data(stats: StreamStats, node_id: str) -> dict[str, Any]:
@@ -51,14 +48,3 @@ def readout_data(stats: StreamStats, node_id: str) -> dict[str, Any]:
         "stall_percent": 100 * stats.stall_share,
         "bound_by": stats.bound_by,
     }
-
-
-def readout_text(stats: StreamStats) -> str:
-    """Return the line on the node."""
-    text = (
-        f"{stats.num_resident} blocks resident, {stats.num_streamed} streamed, "
-        f"{stats.target_bytes / _GB:.2f} GB VRAM"
-    )
-    if not stats.pass_s:
-        return text
-    return f"{text}\nwaits {stats.stall_share:.0%} of a pass: {stats.bound_by}-bound"

@@ -29,6 +29,10 @@ _OPEN = """async graph => {
     const failed = app.graph._nodes.filter(node => node.has_errors
         || !(node.type in LiteGraph.registered_node_types)).map(node => node.type);
     return [failed, (await app.graphToPrompt()).output]; }"""
+_STREAMING = """() => app.graph._nodes.filter(node => node.type === 'FerryLoadDiffusionModelOffload')
+    .map(node => node.widgets.find(widget => widget.name === 'ferry_offload').element)
+    .map(panel => panel.firstChild.getAttribute('aria-label') + '\\n' + panel.lastChild.textContent)"""
+_ALL_STREAMED = f"() => ({_STREAMING})().every(told => told.includes(' streamed'))"
 
 
 def path_of(name: str) -> Path:
@@ -78,8 +82,25 @@ class Canvas:
         videos = [node["inputs"] for node in prompt.values() if node["class_type"] == "SaveVideo"]
         assert all(inputs["format"] == "auto" for inputs in videos), path.name
 
-    def run(self, name: str) -> PromptResult:
-        """Open a shipped file and run it on small sizes with few steps."""
+    def run(self, name: str, **values: Any) -> PromptResult:
+        """Open a shipped file and run it on small sizes with few steps.
+
+        Args:
+            name: The file's.
+            **values: For every node that has inputs of these names, in place of the file's.
+
+        Raises:
+            AssertionError: If no picture came of it.
+        """
         prompt = shrink(self.open(path_of(name)))
+        for node in prompt.values():
+            node["inputs"] |= {key: value for key, value in values.items() if key in node["inputs"]}
         with ThreadPoolExecutor(1) as executor:  # the page keeps an event loop in this thread
-            return executor.submit(run_prompt, self.server, prompt, limit_s=200).result()
+            result = executor.submit(run_prompt, self.server, prompt, limit_s=200).result()
+        assert any("images" in output for output in result.outputs.values()), (name, result.outputs)
+        return result
+
+    def streaming(self) -> list[str]:
+        """Return what the panel of each loader tells, once all have run: the bar's label, then the lines."""
+        self.page.wait_for_function(_ALL_STREAMED, timeout=10_000)
+        return self.page.evaluate(_STREAMING)

@@ -23,10 +23,11 @@ export function button(text, title, onclick) {
 }
 
 /** Put `content` on a node as its last widget; it is part of neither workflow nor prompt. */
-export function addPanel(node, name, content, height) {
+export function addPanel(node, name, content, height, margin = 10) {
   const widget = node.addDOMWidget(name, "ferry_panel", content, {
     serialize: false,
     hideOnZoom: false,
+    margin,
     getMinHeight: () => height,
     getMaxHeight: () => height,
   });
