@@ -13,6 +13,7 @@ Source of the dictionary's meaning: diffusers ``hooks/tensor_parallel.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,7 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, Any] | None = None) -> 
         raise PlanError(f"{name} has no _tp_plan; give one as tp_plan")
     heads = dict(_head_units(model))
     units: dict[int, Unit] = {}
+    fused: dict[int, int] = {}
     rules = []
     for path, style in dictionary.items():
         full_path, linear = find_modules(model, path)[0]
@@ -54,8 +56,12 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, Any] | None = None) -> 
             known = f"{full_path}.{attribute}" if len(sizes) == 1 else None
             if size not in units or not units[size].channels:
                 units[size] = heads.get(size) or Unit(f"width {size}", channels=known or ())
+        if columns:
+            fused |= {size: width for width in sizes if width in heads for size in sizes if size not in heads}
         parts = tuple(units[size].name for size in sizes)
         rules.append(ColumnParallel(path, parts=parts) if columns else RowParallel(path, parts=parts))
+    for size, width in fused.items():
+        units[size] = _dealt_like(units[size], size, heads[width], model)
     unknown = [unit.name for unit in units.values() if not unit.channels]
     if unknown:
         raise PlanError(f"the _tp_plan of {name} cuts a part of {unknown}, and no whole layer of that width")
@@ -70,7 +76,8 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, Any] | None = None) -> 
         methods=frozenset({ParallelMethod.TENSOR}),
         # Attention first: its units are the model's heads.
         tensor=TensorPlan(
-            units=tuple(sorted(units.values(), key=lambda unit: unit.count is None)), rules=tuple(rules)
+            units=tuple(sorted(units.values(), key=lambda unit: unit not in heads.values())),
+            rules=tuple(rules),
         ),
     )
 
@@ -81,6 +88,25 @@ def _head_units(model: nn.Module) -> Iterable[tuple[int, Unit]]:
         width, heads = getattr(module, "inner_dim", None), getattr(module, "heads", None)
         if path and isinstance(width, int) and isinstance(heads, int):
             yield width, Unit(f"heads of {width}", channels=f"{path}.inner_dim", count=f"{path}.heads")
+
+
+def _dealt_like(unit: Unit, size: int, heads: Unit, model: nn.Module) -> Unit:
+    """Return the unit, dealt out in the proportion of the heads that are fused with it in one layer.
+
+    A model finds its parts in that layer's output by their proportion, which uneven heads would change.
+
+    Raises:
+        PlanError: If no heads' worth of it is a whole number of channels.
+    """
+    assert heads.count is not None
+    path, _, attribute = heads.count.rpartition(".")
+    count = getattr(model.get_submodule(path), attribute)
+    if size % count:
+        raise PlanError(
+            f"the _tp_plan of {type(model).__name__} fuses {size} channels with {count} heads in one layer; "
+            "they cannot be dealt out in one proportion"
+        )
+    return replace(unit, count=heads.count)
 
 
 def _cut_of(path: str, module: nn.Module, style: Any) -> tuple[bool, list[int]]:

@@ -69,3 +69,19 @@ def qwen() -> tuple[nn.Module, Inputs]:
         "timestep": torch.tensor([0.7]), "img_shapes": [[(1, 5, 7)]],
     }  # fmt: skip
     return model, inputs
+
+
+def flux2() -> tuple[nn.Module, Inputs]:
+    """Fuses query, key, value and a gated feed-forward in one layer, and cuts its output by proportion."""
+    from diffusers import Flux2Transformer2DModel
+
+    model = Flux2Transformer2DModel(
+        in_channels=8, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=20, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": noise(2, 13, 8), "encoder_hidden_states": noise(2, 5, 20),
+        "timestep": torch.tensor([0.7, 0.3]), "guidance": torch.tensor([3.5, 2.0]),
+        "img_ids": torch.arange(52.0).view(1, 13, 4).repeat(2, 1, 1) % 5, "txt_ids": torch.zeros(2, 5, 4),
+    }  # fmt: skip
+    return model, inputs

@@ -11,7 +11,7 @@ import torch
 from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.module_hooks import hook_names
 from comfyui_ferry.core.parallel import CpPlanHandle, ParallelDims, cp_plan, parallelize_cp_plan
-from ferry_support.diffusers_models import flux, ltx, qwen, wan
+from ferry_support.diffusers_models import flux, flux2, ltx, qwen, wan
 from ferry_support.parity import TOLERANCE, layouts_of, relative_error, sequence_group, world_sequence
 from ferry_support.ranks import run_ranks
 from ferry_support.tiny_models import Inputs, noise, randomize
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "flux": flux,
+    "flux2": flux2,
     "wan": wan,
     "ltx": ltx,
     "qwen": qwen,
@@ -45,7 +46,7 @@ def errors_of_rank(models: dict[str, tuple[nn.Module, Inputs]], dims: list[Paral
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_diffusers_models_equal_one_rank(world_size: int) -> None:
-    """By their own dictionaries; 35, 45 and 30 tokens and three heads, so nothing divides by four."""
+    """By their own dictionaries; 35, 13, 45 and 30 tokens and three heads, so nothing divides by four."""
     torch.set_num_threads(1)
     models = {name: build() for name, build in MODELS.items()}
     for model, _ in models.values():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import PlanError, RequestError
 from comfyui_ferry.core.parallel import parallelize, read_tp_plan
-from ferry_support.diffusers_models import flux, qwen
+from ferry_support.diffusers_models import flux, flux2, qwen
 from ferry_support.parity import TOLERANCE, relative_error, world_group
 from ferry_support.ranks import run_ranks
 from ferry_support.tensor_parity import weight_bytes
@@ -19,9 +19,9 @@ from torch import nn
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_diffusers_models_equal_one_rank(world_size: int) -> None:
-    """Three heads, on two ranks unevenly; Flux has a layer over attention and feed-forward together."""
+    """Three heads, on two ranks unevenly; Flux and Flux 2 have layers over attention and feed-forward."""
     torch.set_num_threads(1)
-    models = {"flux": flux(), "qwen": qwen()}
+    models = {"flux": flux(), "flux2": flux2(), "qwen": qwen()}
     for model, _ in models.values():
         randomize(model)
 
@@ -76,6 +76,7 @@ def test_a_fused_layer_is_cut_by_its_blocks() -> None:
         ({"attn.out": "sequence"}, "says 'sequence' for attn.out; known are colwise"),
         ({"attn.fused": packed(1, 4)}, r"18 channels of attn.fused by blocks \[1, 4\]"),
         ({"attn.fused": packed(1, 2)}, r"a part of \['width 12'\], and no whole layer"),
+        ({"attn.out": "rowwise", "attn.fused": packed(3, 2, 4)}, "fuses 4 channels with 3 heads"),
         ({"attn.fused": "colwise"}, "no layer as wide as an attention"),
         ({"attn.none": "colwise"}, "nothing matches 'none'"),
     ],
