@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import comfy.model_patcher
 import torch
 from torch import nn
 
@@ -23,6 +22,7 @@ from .devices import check_gpus, worker_devices
 from .encoder_export import describe_encoder
 from .nested import map_tensors
 from .patch_messages import encode_patches
+from .remote_patcher import RemotePatcher
 from .worker_groups import acquire_group, check_room, load_part, model_token
 from .worker_memory import worker_memory
 from .worker_parts import WorkerPart
@@ -159,29 +159,13 @@ class RemoteStage:
         return getattr(self._stage, name)
 
 
-class TextPatcher(comfy.model_patcher.ModelPatcher):
+class TextPatcher(RemotePatcher):
     """A ``ModelPatcher`` of a CLIP whose large transformers live in the workers; the rest is on the host."""
 
     @property
     def run(self) -> TextRun:
         """What this patcher shares with its clones."""
         return self.attachments[_KEY]
-
-    def is_dynamic(self) -> bool:
-        """Tell ComfyUI that this patcher has no dynamic VRAM."""
-        return False
-
-    def model_size(self) -> int:
-        """Return 0: the workers' weights count in ``worker_memory``'s entries."""
-        return 0
-
-    def loaded_size(self) -> int:
-        """Return 0; see ``model_size``."""
-        return 0
-
-    def get_ram_usage(self) -> int:
-        """Return the bytes of weights in this process' memory."""
-        return super().model_size()
 
     def get_nested_additional_models(self) -> list:
         """Return what ComfyUI loads together with this; the workers' copies are among them."""
@@ -208,12 +192,6 @@ class TextPatcher(comfy.model_patcher.ModelPatcher):
             self.patch_weight_to_device(name, torch.device("cpu"))
         # A value that no patcher has, so that whichever loads the model next takes these off first.
         self.model.current_weight_patches_uuid = uuid.uuid4() if local else None
-        return 0
-
-    def partially_unload(
-        self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        """Return 0: nothing of this CLIP is on a GPU of this process."""
         return 0
 
     def patch_hooks(self, hooks: Any) -> None:

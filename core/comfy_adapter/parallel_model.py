@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import comfy.model_patcher
 import comfy.patcher_extension
 
 from ..errors import RequestError
@@ -24,6 +23,7 @@ from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
 from .quantized import check_sharing
 from .remote_forward import RemoteInjection, sendable_options
+from .remote_patcher import RemotePatcher
 from .running_trainings import executing_node_id
 from .text_layers import TextLayersInjection
 from .worker_memory import worker_memory
@@ -219,29 +219,13 @@ def _names(values: list) -> str:
     return ", ".join(value if isinstance(value, str) else type(value).__name__ for value in values)
 
 
-class ParallelPatcher(comfy.model_patcher.ModelPatcher):
+class ParallelPatcher(RemotePatcher):
     """A ``ModelPatcher`` whose weights live in worker processes."""
 
     @property
     def run(self) -> ParallelRun:
         """What this patcher shares with its clones."""
         return self.attachments[_KEY]
-
-    def is_dynamic(self) -> bool:
-        """Tell ComfyUI that this patcher has no dynamic VRAM."""
-        return False
-
-    def model_size(self) -> int:
-        """Return 0: the weights count where they are, in ``worker_memory``'s entry."""
-        return 0
-
-    def loaded_size(self) -> int:
-        """Return 0; see ``model_size``."""
-        return 0
-
-    def get_ram_usage(self) -> int:
-        """Return the bytes of weights in this process' memory (0.3.75 asks for its cache)."""
-        return super().model_size()
 
     def get_nested_additional_models(self) -> list:
         """Return what ComfyUI loads together with this MODEL; the workers' copy is one of them."""
@@ -268,12 +252,6 @@ class ParallelPatcher(comfy.model_patcher.ModelPatcher):
             self._give_back_local_weights()
             self.patch_model(load_weights=False)
         self.run.load(self.model, self.patches, self.patches_uuid, force_cast=self.force_cast_weights)
-        return 0
-
-    def partially_unload(
-        self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        """Return 0: nothing of this MODEL is loaded in this process."""
         return 0
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import comfy.model_patcher
 import torch
 
+from .remote_patcher import RemotePatcher
 from .worker_groups import acquire_group, check_room, load_part
 from .worker_memory import worker_memory
 from .worker_parts import WorkerPart
@@ -16,8 +16,8 @@ class WorkersPart(torch.nn.Module):
     """The patcher's stand-in for a model; its class name appears in ComfyUI's log."""
 
 
-class PartLoader(comfy.model_patcher.ModelPatcher):
-    """A ``ModelPatcher`` of nothing, for one use; the weights count in ``worker_memory``'s entry.
+class PartLoader(RemotePatcher):
+    """A ``ModelPatcher`` of nothing, for one use.
 
     Args:
         part: What the workers get.
@@ -30,14 +30,6 @@ class PartLoader(comfy.model_patcher.ModelPatcher):
         self.part = part
         self.devices = devices
 
-    def is_dynamic(self) -> bool:
-        """Tell ComfyUI that this patcher has no dynamic VRAM."""
-        return False
-
-    def loaded_size(self) -> int:
-        """Return 0: nothing is loaded in this process."""
-        return 0
-
     def get_nested_additional_models(self) -> list:
         """Return what ComfyUI loads together with this; the workers' copy."""
         return [worker_memory(self.part, self)]
@@ -48,12 +40,6 @@ class PartLoader(comfy.model_patcher.ModelPatcher):
         """Start the workers if need be and give them the module."""
         needs = check_room(self.part, self.devices)
         load_part(acquire_group(self.devices), self.part, {}, None, needs=needs)
-        return 0
-
-    def partially_unload(
-        self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        """Return 0: nothing is loaded in this process."""
         return 0
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from ..errors import WorkerError
-from .protocol import PROTOCOL_VERSION, PayloadEncoder, decode
+from .decoding import decode
+from .protocol import PROTOCOL_VERSION, PayloadEncoder
 from .shared_memory import BufferLender, BufferMap, LentBuffer, SharedFile, align, read_bytes
 
 INLINE_LIMIT_BYTES = 1 << 13

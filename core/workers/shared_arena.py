@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
-from .protocol import dtype_named, write_tensor
+from .decoding import dtype_named
+from .protocol import write_tensor
 from .shared_memory import SharedFile, align
 
 

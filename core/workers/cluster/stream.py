@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from ...errors import WorkerError
-from ..protocol import PayloadEncoder, decode
+from ..decoding import decode
+from ..protocol import PayloadEncoder
 from ..shared_memory import SharedFile
 
 STREAM_VERSION = 1

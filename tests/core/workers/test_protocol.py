@@ -8,7 +8,8 @@ from pathlib import Path
 import comfyui_ferry.core.workers as workers
 import pytest
 import torch
-from comfyui_ferry.core.workers.protocol import PayloadEncoder, decode
+from comfyui_ferry.core.workers.decoding import decode
+from comfyui_ferry.core.workers.protocol import PayloadEncoder
 from comfyui_ferry.core.workers.shared_memory import SharedFile
 
 DTYPES = [
