@@ -33,7 +33,7 @@ def find_region(tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
         return None
     address = tensor.data_ptr()
     with _lock:
-        for start, (nbytes, file) in _regions.items():
+        for start, (nbytes, file) in _regions.copy().items():  # a finalizer may run meanwhile
             if start <= address and address + tensor.nbytes <= start + nbytes:
                 return file, address - start
     return None

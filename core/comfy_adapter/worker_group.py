@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import WorkerError
+from ..errors import RequestError, WorkerError
 from ..parallel import ParallelDims, batch_size, join_batch, split_batch
 from ..workers import RankEngine
 from .acceleration import Acceleration, check_streamed
@@ -147,7 +147,17 @@ class WorkerGroup:
         return join_batch([replies[ranks[0]]["output"] for ranks in groups[: len(calls)]])
 
     def call(self, token: int, arguments: dict[str, Any]) -> list[Any]:
-        """Run one call of a decoder or an encoder on all ranks and return what each returned."""
+        """Run one call of a decoder or an encoder on all ranks and return what each returned.
+
+        Raises:
+            RequestError: If the workers do not hold it; they would be lost over the call.
+        """
+        if token not in self.loaded:
+            raise RequestError(
+                "a parallel VAE or CLIP was called while the workers do not hold it",
+                limit="ComfyUI loads it before each use",
+                way_out="Queue the prompt again",
+            )
         results = self.pool.call("call", {"token": token, "arguments": arguments}, poll=check_interrupt)
         return [results[rank] for rank in self.pool.ranks]
 

@@ -66,6 +66,17 @@ class StreamBlock:
         """Whether its bytes are on the target, or on their way."""
         return self.buffer is not None and self.buffer.master is self.master
 
+    def hold_now(self, pool: StreamPool) -> None:
+        """Be on the target to stay, up to date, before anything runs."""
+        if self.buffer is None:
+            self.buffer = TargetBuffer(pool.transfer, self.master.nbytes)
+            self.is_resident = True
+        if not self.is_filled:
+            pool.copy_in(self.master, self.buffer)
+        pool.transfer.wait(self.buffer.lease)
+        self.bind()
+        self.apply_changes(pool)
+
     def bind(self) -> None:
         """Put objects over the target's bytes in the place of the registered ones."""
         assert self.buffer is not None

@@ -150,7 +150,7 @@ class ModelStreamer:
         for block in (block for block in self._blocks if block.index not in residents):
             self._drop(block)
         self._settle_slots(is_needed=len(residents) < len(self._blocks))
-        self._load_rim()
+        self._rim.hold_now(self.pool)
         self._asides.settle(is_resident=target_bytes >= self.weight_bytes)
         for index in sorted(residents):
             if not self._hold(self._blocks[index]):
@@ -254,17 +254,6 @@ class ModelStreamer:
     def _all(self) -> list[StreamBlock]:
         # The modulation layers last: they are what a RAM limit leaves in the file, being read least.
         return [self._rim, *self._blocks, *self._asides.blocks]
-
-    def _load_rim(self) -> None:
-        rim = self._rim
-        if rim.buffer is None:
-            rim.buffer = TargetBuffer(self.pool.transfer, rim.master.nbytes)
-            rim.is_resident = True
-        if not rim.is_filled:
-            self.pool.copy_in(rim.master, rim.buffer)
-        self.pool.transfer.wait(rim.buffer.lease)
-        rim.bind()
-        rim.apply_changes(self.pool)
 
     def _hold(self, block: StreamBlock) -> bool:
         """Give a block memory to stay in; False if the target has none left."""

@@ -117,6 +117,13 @@ def test_a_picture_that_no_streaming_makes_possible_is_refused():
         load(group, compute=990)
 
 
+def test_a_module_that_the_workers_do_not_hold_is_not_called():
+    group, engine = new_group()
+    with pytest.raises(RequestError, match="Queue the prompt again"):
+        group.call(1, {})
+    assert not engine.jobs
+
+
 def test_streamed_weights_refuse_compiling_before_the_workers_see_it():
     group, engine = new_group()
     load(group, limit=400)
