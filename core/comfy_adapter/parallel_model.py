@@ -12,7 +12,7 @@ from typing import Any
 import comfy.patcher_extension
 
 from ..errors import RequestError
-from ..parallel import ParallelDims, validate_model
+from ..parallel import ParallelDims, refuse_inputs, validate_model
 from ..plans import find_plan
 from .acceleration import check_acceleration
 from .cfg_branches import BranchWrapper
@@ -136,13 +136,22 @@ def _stream_request(model: Any) -> StreamRequest:
     return StreamRequest(config.vram_limit_bytes, config.prefetch_depth)
 
 
-def _note_size(executor: Any, model: Any, noise_shape: Any, *args: Any, **kwargs: Any) -> Any:
-    """PREPARE_SAMPLING wrapper: note what one evaluation will take, for the workers' VRAM."""
+def _note_size(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
+    """PREPARE_SAMPLING wrapper: note what one evaluation will take, for the workers' VRAM.
+
+    Raises:
+        RequestError: If a conditioning holds what the model cannot take in parallel; no worker runs yet.
+    """
     run = model.run
+    if run.dims.sequence_size > 1:
+        module = model.model.diffusion_model
+        entries = [entry for each in conds.values() for entry in each]
+        given = {name for entry in entries for name, value in entry.items() if value is not None}
+        refuse_inputs(find_plan(class_path(module)), module, given)
     prompts = 1 if run.dims.cfg > 1 else 2  # ComfyUI evaluates both at once where there is room
     shape = [noise_shape[0] * prompts, *noise_shape[1:]]
     run.compute_bytes = int(model.model.memory_required(shape)) // (run.dims.ring * run.dims.ulysses)
-    return executor(model, noise_shape, *args, **kwargs)
+    return executor(model, noise_shape, conds, *args, **kwargs)
 
 
 def check_degrees(

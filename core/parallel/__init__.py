@@ -16,6 +16,7 @@ from .plan import ModelPlan, ParallelMethod
 from .plan_check import check_plan, head_count, validate_model
 from .planner import DegreePlan, choose_degrees
 from .recorded_forward import RecordedForward
+from .refused_inputs import refuse_inputs
 from .sharding import attend, gather, shard
 from .spatial_parallel import SpatialHandle, cut_dim, parallelize_decoder
 from .spatial_plan import SpatialPlan, SpatialRole, dotted_path, planned_modules
@@ -43,6 +44,7 @@ __all__ = [
     "gather",
     "parallelize_cp_plan",
     "read_tp_plan",
+    "refuse_inputs",
     "shard",
     "predict",
     "choose_degrees",

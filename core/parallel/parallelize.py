@@ -5,8 +5,9 @@ Everything here is local to the rank; ranks meet in the collectives only.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .forward_state import ForwardState
 from .mesh import SequenceGroup
 from .plan import ModelPlan
 from .plan_check import check_plan
+from .refused_inputs import refuse_inputs
 from .tensor_parallel import TensorParallelHandle, refuse_tensor_parallel
 from .tensor_shards import TensorShards
 
@@ -100,6 +102,7 @@ def _install_sequence(
     handle = ParallelHandle(plan, group)
     for action in actions:
         install_hook(action.module, _HOOK, ContextParallelHook(action, handle.current))
+    handle.check_inputs = functools.partial(refuse_inputs, plan, model)
     handle.modules = [action.module for action in actions]
     return handle
 
@@ -117,6 +120,7 @@ class ParallelHandle:
         self.group = group
         self.tensor: TensorParallelHandle | None = None
         self.modules: list[nn.Module] = []
+        self.check_inputs: Callable[[Collection[str]], None] = lambda names: None
         self._state: ForwardState | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +135,7 @@ class ParallelHandle:
             The whole output, on every rank.
 
         Raises:
+            RequestError: If an input is one that the plan refuses; nothing was computed.
             PlanError: If the inputs or the model do not do what the plan says. The other ranks may
                 be left waiting in a collective, so the caller must end or restart them.
         """
@@ -142,6 +147,10 @@ class ParallelHandle:
         _refuse_patches(options or {}, self.plan)
         if self.group is None:
             return forward(*args, **kwargs)
+        names = {refused.argument for refused in self.plan.refused}
+        self.check_inputs({
+            name for name in names if slot_of(signature, name).read(args, kwargs) is not None
+        })  # fmt: skip
         state = ForwardState(self.group)
         if self.plan.control is not None:
             slot = slot_of(signature, self.plan.control.argument)
@@ -208,6 +217,7 @@ class ParallelHandle:
         for module in self.modules:
             remove_hook(module, _HOOK)
         self.modules = []
+        self.check_inputs = lambda names: None
         if self.tensor is not None:
             self.tensor.remove()
         self.tensor = None

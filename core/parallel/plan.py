@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from .refused_inputs import RefusedInput
 from .tensor_plan import TensorPlan
 
 
@@ -277,6 +278,7 @@ class ModelPlan:
         control: How ControlNet residuals enter, or None if the class reads none.
         whole_sequence_patches: Names in ``transformer_options["patches"]`` that the class calls
             outside the region, on whole tensors. Any other patch is refused.
+        refused: Inputs that only a whole sequence can take.
         tensor: How its weights are cut over ranks, or None if they are not.
     """
 
@@ -287,4 +289,5 @@ class ModelPlan:
     methods: frozenset[ParallelMethod]
     control: ControlResiduals | None = None
     whole_sequence_patches: frozenset[str] = frozenset()
+    refused: tuple[RefusedInput, ...] = ()
     tensor: TensorPlan | None = None

@@ -26,6 +26,7 @@ from ..parallel.plan import (
     Split,
     Truncate,
 )
+from ..parallel.refused_inputs import RefusedInput
 from ..parallel.tensor_plan import TensorPlan, Unit
 from .flux import BLOCK_TENSOR_RULES
 
@@ -95,6 +96,14 @@ PLAN = ModelPlan(
         ),
     ),
     methods=frozenset(ParallelMethod),
+    refused=(
+        RefusedInput("ref_latent", "The model cuts its tokens off by their number in the whole sequence"),
+        RefusedInput(
+            "guiding_frame_index",
+            "The model modulates single blocks by positions that ignore the text",
+            having="single_blocks.0",
+        ),
+    ),
     control=ControlResiduals("control", keys=("input", "output"), stream="img", whole=True),
     tensor=TensorPlan(
         units=(

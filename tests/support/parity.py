@@ -146,7 +146,7 @@ def _error_under(plan: ModelPlan, model: nn.Module, inputs: Inputs) -> float | s
     try:
         handle = parallelize(model, plan, group=group)
         return relative_error(run_parallel(model, handle, inputs), run_alone(model, inputs))
-    except RuntimeError as error:
+    except (RuntimeError, RequestError) as error:
         return str(error)
 
 

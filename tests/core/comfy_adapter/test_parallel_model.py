@@ -7,10 +7,13 @@ products of other shapes may add in another order (about 1e-6 is seen).
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError, WorkerError
+from comfyui_ferry.core.parallel.refused_inputs import RefusedInput
+from comfyui_ferry.core.plans import find_plan
 from ferry_support.sampling import worker_processes
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
@@ -351,6 +354,17 @@ def test_bad_latents_and_conditionings_are_refused(refused):
     bad["samples"][0, 0, 0, 0] = float("nan")
     refused(r"latent \(1, 16, 10, 14\) has 1 NaN", latent_image=bad)
     refused("conditioning 'positive' is empty", positive=[])
+
+
+def test_an_input_that_only_a_whole_sequence_can_take_is_refused(refused, monkeypatch):
+    from comfyui_ferry.core.comfy_adapter import parallel_model
+
+    plan = replace(
+        find_plan("comfy.ldm.wan.model.WanModel"), refused=(RefusedInput("ref_latent", "Only whole"),)
+    )
+    monkeypatch.setattr(parallel_model, "find_plan", lambda path: plan)
+    given = [[tokens, options | {"ref_latent": noise(1, 4)}] for tokens, options in conditioning(11, 1)]
+    refused("ref_latent was given to Wan.*Only whole.*Set ulysses_degree", negative=given)
 
 
 def test_a_model_without_a_plan_is_refused(refused):
