@@ -68,8 +68,6 @@ class Engine:
         self._local = threading.local()
         self._tasks: dict[int, Scope] = {}
 
-    # Forwards
-
     @uncompiled
     def enter(self, unit: Unit) -> Scope:
         """Open a forward's scope and bring its unit in.
@@ -166,8 +164,6 @@ class Engine:
             if managed is not None and managed.bucket.is_bound:
                 self._use(managed.bucket, scope)
 
-    # Reads
-
     @uncompiled
     def read(self, holder: ManagedDict, name: str) -> None:
         """Bring a tensor in because a module's entry is being read, if a forward or backward runs."""
@@ -195,8 +191,6 @@ class Engine:
             self.replacements.settle()
             if self.host_steps is not None:
                 self.host_steps.settle()
-
-    # Backwards
 
     @exclusive
     def reopen(
@@ -241,8 +235,6 @@ class Engine:
         for task_id in list(self._tasks):
             self.end_task(task_id)
         self.end_task(NO_TASK)
-
-    # Shared
 
     def _scopes(self) -> list[Scope]:
         scopes = getattr(self._local, "scopes", None)

@@ -233,9 +233,8 @@ class OffloadTrainingManager:
     @property
     def resident_set_bytes(self) -> int:
         """Managed bytes that are meant to stay on the target."""
-        if self._engine is None:
-            return 0
-        return self._engine.residency.resident_set_bytes + self._engine.residency.kept_bytes
+        residency = None if self._engine is None else self._engine.residency
+        return 0 if residency is None else residency.resident_set_bytes + residency.kept_bytes
 
     def stats(self) -> OffloadStats:
         """Return a snapshot of what is where and what was moved.
