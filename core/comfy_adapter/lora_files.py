@@ -87,9 +87,7 @@ def verify_lora(model: Any, lora: Mapping[str, Tensor]) -> None:
     layers = {key.removesuffix(f".{name}") for key in taken for name in names if key.endswith(f".{name}")}
     taken |= {f"{layer}.{name}" for layer in layers for name in ("alpha", "dora_scale")}
     skipped = sorted(key for key in lora if key not in taken)
-    # A part of a packed layer is named with its place in it.
-    changed = {key if isinstance(key, str) else key[0] for key in patches}
-    unknown = sorted(changed - set(model.model.state_dict()))
+    unknown = sorted({_layer(key) for key in patches} - set(model.model.state_dict()))
     if skipped or unknown or not patches:
         raise SaveError(
             f"ComfyUI's loader would skip {len(skipped)} of {len(lora)} keys ({skipped[:5]}) and does not "
@@ -101,9 +99,33 @@ def verify_lora(model: Any, lora: Mapping[str, Tensor]) -> None:
             f"{len(bad)} tensors of the LoRA hold NaN or infinite values ({bad[:5]}). "
             "Lower the learning rate, or save in bf16 or fp32."
         )
-    zero = [key for key in lora if key.endswith(_ZERO_AT_START) and not bool(lora[key].any())]
+    zero = _still_zero(patches, lora)
     if zero:
         raise SaveError(
             f"{len(zero)} adapters are still all zero after training ({zero[:5]}). They learned nothing; "
             "raise the learning rate or the steps, or take these layers out of 'targets'."
         )
+
+
+def _layer(key: Any) -> str:
+    """Return the layer that a patch changes; a part of a packed one is named with its place in it."""
+    return key if isinstance(key, str) else key[0]
+
+
+def _still_zero(patches: Mapping[Any, Any], lora: Mapping[str, Tensor]) -> list[str]:
+    """Return what is zero in layers of which nothing has learned.
+
+    A part may rightly learn nothing: where the last block's text goes nowhere, so do its queries.
+    """
+    zero: dict[str, list[str]] = {}
+    learned = set()
+    names = {id(tensor): name for name, tensor in lora.items()}
+    for key, patch in patches.items():
+        for tensor in patch.weights:
+            name = names.get(id(tensor), "")
+            if name.endswith(_ZERO_AT_START):
+                if bool(lora[name].any()):
+                    learned.add(_layer(key))
+                else:
+                    zero.setdefault(_layer(key), []).append(name)
+    return sorted(name for layer, names in zero.items() if layer not in learned for name in names)

@@ -37,7 +37,8 @@ def _support(name: str) -> types.ModuleType:
 
 
 tiny, sizes = _support("tiny_clip_vae"), _support("tiny_sizes")
-_LARGEST_PX = 96
+# A picture that a node brings to a megapixel is brought to the second size instead; smaller ones stay.
+_LARGE_PX, _LARGEST_PX = 512, 96
 _upscale = comfy.utils.common_upscale
 _detect = comfy.model_detection.model_config_from_unet
 
@@ -103,7 +104,7 @@ def _replace(kind: str, result: Any, known: Any = lambda **_: True) -> None:
 
 def _small_upscale(samples: Any, width: int, height: int, *arguments: Any, **options: Any) -> Any:
     """Nodes that bring a picture to a megapixel bring it to `_LARGEST_PX`, in the same shape."""
-    if max(width, height) > _LARGEST_PX:
+    if max(width, height) > _LARGE_PX:
         shrink = max(width, height) / _LARGEST_PX
         width, height = (max(32, round(side / shrink / 32) * 32) for side in (width, height))
     return _upscale(samples, width, height, *arguments, **options)

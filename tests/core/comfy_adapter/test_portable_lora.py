@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comfyui_ferry.core.errors import SaveError
 from comfyui_ferry.core.training import LoraAdapters, LoraConfig, select_targets
+from ferry_support.merged_lora import merged
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS
 
@@ -24,18 +26,6 @@ def portable(model, lora):
     from comfyui_ferry.core.comfy_adapter.portable_lora import portable_lora
 
     return portable_lora(model, lora, algorithm="LoRA")
-
-
-def merged(model, lora):
-    """The weights with a LoRA that ComfyUI's own loader applied."""
-    import comfy.sd
-
-    with torch.inference_mode():
-        patched, _ = comfy.sd.load_lora_for_models(model, None, dict(lora), 1.0, 0.0)
-        patched.patch_model(device_to=torch.device("cpu"))
-        weights = {name: value.clone() for name, value in model.model.state_dict().items()}
-        patched.unpatch_model(torch.device("cpu"))
-    return weights
 
 
 @pytest.mark.parametrize("kind", ["flux", "qwen", "sd3", "sdxl", "wan", "z-image"])
@@ -130,3 +120,18 @@ def test_diffusers_knows_every_layer_of_sdxl():
     peft = convert_unet_state_dict_to_peft(stripped)
     paths = check_modules(network, peft)
     assert len(alphas) == len(paths)
+
+
+def test_a_part_of_a_packed_layer_may_learn_nothing():
+    """The queries of the last block's text, which goes nowhere."""
+    from comfyui_ferry.core.comfy_adapter.lora_files import verify_lora
+
+    model = PATCHERS["sd3"].build()
+    named = portable(model, trained(model))
+    packed = "transformer.transformer_blocks.1.attn.add_{}_proj.lora_B.weight"
+    named[packed.format("q")].zero_()
+    verify_lora(model, named)
+    for part in "kv":
+        named[packed.format(part)].zero_()
+    with pytest.raises(SaveError, match=r"3 adapters are still all zero .*add_k_proj"):
+        verify_lora(model, named)
