@@ -42,6 +42,7 @@ def pool() -> ClusterPool:
     return group.pool
 
 
+@pytest.mark.slow  # a minute; what it stands on is in core/workers/cluster
 def test_a_model_spans_two_nodes_and_a_lost_rank_ends_the_prompt(cluster):
     """The picture of one process; another LoRA, size or prompt sends no weights again."""
     model = PATCHERS[KIND].build()
