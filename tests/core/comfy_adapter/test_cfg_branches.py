@@ -156,6 +156,8 @@ def test_a_sampling_that_is_cancelled_in_mid_call_ends_at_once(model, expected, 
     """
     import comfy.model_management as management
 
+    # What a shell starts in the background ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sample(parallel(model, CFG_2), KIND)
     workers = worker_processes()
     for pid in workers:
@@ -170,6 +172,7 @@ def test_a_sampling_that_is_cancelled_in_mid_call_ends_at_once(model, expected, 
             sample(parallel(model, CFG_2), KIND)
     finally:
         timer.join()
+        signal.signal(signal.SIGINT, before)
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
     assert wait_for_threads() == []
