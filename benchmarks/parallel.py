@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -35,6 +36,7 @@ from comfyui_ferry.core.parallel import (
     DenoiserWork,
     Machine,
     ParallelDims,
+    RecordedForward,
     build_mesh,
     count_work,
     parallelize,
@@ -254,7 +256,7 @@ def our_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dty
     model = denoiser.build(device, dtype)
     forward = getattr(model, "_forward", model)
     options: dict[str, Any] = {}
-    call, branch = forward, 0
+    call, branch, agree = forward, 0, None
     dims = ParallelDims(**row["mesh"])
     if row["who"] == "ours":
         layout = build_mesh(dims)
@@ -267,7 +269,7 @@ def our_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dty
         if row["mode"].startswith("compile"):
             override = CompiledBlocks(model, plan).attention_override(override)
         options["optimized_attention_override"] = override
-        branch = layout.cfg_branch
+        branch, agree = layout.cfg_branch, functools.partial(handle.agree, device=device)
 
         def call(**inputs: Any) -> torch.Tensor:
             return handle.run(forward, **inputs)
@@ -276,12 +278,12 @@ def our_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dty
         prompts = range(conditionings) if dims.cfg == 1 else [branch]
         calls = [to_device(denoiser.inputs(size, prompt), device, dtype) for prompt in prompts]
 
-        @torch.inference_mode()
-        def step() -> torch.Tensor:
-            outputs = [call(**inputs, transformer_options=dict(options)) for inputs in calls]
+        def evaluate(arguments: dict[str, Any]) -> torch.Tensor:
+            outputs = [call(**inputs, transformer_options=dict(options)) for inputs in arguments["calls"]]
             return branches_together(outputs[0], dims.cfg)[0]
 
-        return captured(step) if row["mode"].endswith("graph") else step
+        run = RecordedForward(evaluate, agree=agree) if row["mode"].endswith("graph") else evaluate
+        return torch.inference_mode()(lambda: run({"calls": calls}))
 
     return steps
 
@@ -322,25 +324,6 @@ def branches_together(output: torch.Tensor, branches: int) -> list[torch.Tensor]
     parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, output.contiguous())
     return parts[:: len(parts) // branches]
-
-
-def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Return ``step`` as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
-
-    # The graph reads the inputs where they lie, so they stay: ``step`` holds them.
-    def replay(inputs_of: Callable[[], torch.Tensor] = step) -> torch.Tensor:
-        graph.replay()
-        return output
-
-    return replay
 
 
 def plain_attention() -> frozenset[Callable[..., torch.Tensor]]:
