@@ -28,18 +28,27 @@ def gpus_input() -> Any:
     )
 
 
-def gpus_problem(gpus: int | None) -> bool | str:
-    """Return True if there are so many GPUs (or the number is not known yet), else what is wrong."""
-    if gpus is None:
+class OnSeveralGpus:
+    """What both nodes do with that input."""
+
+    @classmethod
+    def validate_inputs(cls, gpus: int | None = None) -> bool | str:
+        """Refuse a number of GPUs that the machine does not have before the prompt starts."""
+        if gpus is None:  # not known yet
+            return True
+        try:
+            check_gpus(gpus)
+        except RequestError as error:
+            return str(error)
         return True
-    try:
-        check_gpus(gpus)
-    except RequestError as error:
-        return str(error)
-    return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        """Run the node anew when other GPUs were chosen in the settings."""
+        return settings_version("gpus")
 
 
-class ParallelVae(io.ComfyNode):
+class ParallelVae(OnSeveralGpus, io.ComfyNode):
     """Make a VAE decode on several GPUs, for any node that decodes."""
 
     @classmethod
@@ -57,22 +66,12 @@ class ParallelVae(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, gpus: int | None = None) -> bool | str:
-        """Refuse a number of GPUs that the machine does not have before the prompt starts."""
-        return gpus_problem(gpus)
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: Any) -> str:
-        """Make the VAE anew when other GPUs were chosen in the settings."""
-        return settings_version("gpus")
-
-    @classmethod
     def execute(cls, vae: Any, gpus: int) -> io.NodeOutput:
         """Return the parallel VAE."""
         return io.NodeOutput(make_parallel_vae(vae, gpus=gpus))
 
 
-class ParallelTextEncoder(io.ComfyNode):
+class ParallelTextEncoder(OnSeveralGpus, io.ComfyNode):
     """Share a CLIP's large text encoders among several GPUs."""
 
     @classmethod
@@ -88,16 +87,6 @@ class ParallelTextEncoder(io.ComfyNode):
             outputs=[io.Clip.Output(display_name="clip", tooltip="The same CLIP, encoding in parallel.")],
             **known(io.Schema, search_aliases=["multi gpu clip", "tensor parallel t5"]),
         )
-
-    @classmethod
-    def validate_inputs(cls, gpus: int | None = None) -> bool | str:
-        """Refuse a number of GPUs that the machine does not have before the prompt starts."""
-        return gpus_problem(gpus)
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: Any) -> str:
-        """Make the CLIP anew when other GPUs were chosen in the settings."""
-        return settings_version("gpus")
 
     @classmethod
     def execute(cls, clip: Any, gpus: int) -> io.NodeOutput:

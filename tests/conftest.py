@@ -114,13 +114,11 @@ def comfyui_path() -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Tiny matrices: threads only cost time, and sums in one order make runs comparable."""
-    import torch
+    """Compute with one thread."""
+    from ferry_support.threads import single_thread
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with single_thread():
+        yield
 
 
 @pytest.fixture

@@ -18,3 +18,14 @@ def forked_group(request):
         return
     with forked_workers.forking():
         yield
+
+
+@pytest.fixture(scope="module")
+def workers_of_the_file():
+    """Workers serve all tests of a file and end with it; this process has one thread, as they do."""
+    from comfyui_ferry.core.comfy_adapter import close_workers
+    from ferry_support.threads import single_thread
+
+    with single_thread():
+        yield
+        close_workers()

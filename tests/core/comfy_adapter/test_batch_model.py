@@ -9,18 +9,7 @@ import torch
 from ferry_support.sampling import TOLERANCE, difference, parallel, sample, worker_processes
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    from comfyui_ferry.core.comfy_adapter import close_workers
-
-    close_workers()
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("workers_of_the_file")]
 
 
 def batch_of(kind: str, count: int) -> dict[str, Any]:

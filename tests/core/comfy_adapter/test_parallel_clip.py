@@ -10,20 +10,9 @@ from comfyui_ferry.core.errors import RequestError
 from ferry_support.sampling import TOLERANCE, worker_processes
 from ferry_support.tiny_prompt_encoders import tiny_prompt_clip
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("workers_of_the_file")]
 
 PROMPTS = ["a red fox", "an old:1.4 house by:0.5 the sea", ""]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    from comfyui_ferry.core.comfy_adapter import close_workers
-
-    close_workers()
-    torch.set_num_threads(threads)
 
 
 def encode(clip: Any) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

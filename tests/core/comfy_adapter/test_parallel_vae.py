@@ -12,18 +12,7 @@ from ferry_support.tiny_autoencoders import latent
 from ferry_support.tiny_clip_vae import tiny_vae
 from ferry_support.tiny_models import randomize
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    from comfyui_ferry.core.comfy_adapter import close_workers
-
-    close_workers()
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("workers_of_the_file")]
 
 
 def wan_vae() -> Any:

@@ -19,20 +19,9 @@ from ferry_support.tensor_parity import weight_bytes
 from ferry_support.tiny_models import is_newer_comfyui
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("workers_of_the_file")]
 
 TENSOR_2 = {"gpus": 2, "cfg_degree": 1, "ulysses_degree": 1, "tensor_parallel_degree": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    from comfyui_ferry.core.comfy_adapter import close_workers
-
-    close_workers()
-    torch.set_num_threads(threads)
 
 
 def test_samplings_equal_one_process_and_lora_changes_reload_nothing() -> None:
