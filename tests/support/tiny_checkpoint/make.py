@@ -26,6 +26,7 @@ _AUTOENCODER_STEPS, _AUTOENCODER_BATCH, _AUTOENCODER_ERROR_LIMIT = 320, 16, 0.10
 _DENOISER_STEPS, _DENOISER_BATCH, _DENOISER_LOSS_LIMIT = 600, 32, 0.55
 _STYLE_DIGITS, _PICTURES_PER_DIGIT = (3,), 12
 _LIMIT_S = 600
+_PARTIAL = ".making_"
 
 
 class CheckpointError(RuntimeError):
@@ -52,11 +53,8 @@ def ensure_checkpoint(root: Path, comfyui: Path, *, threads: int = 1) -> Path:
         subprocess.CalledProcessError: If the training failed; it has said why on stderr.
     """
     folder = checkpoint_folder(root)
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second waits for the first one's files
-        if not folder.is_dir():
-            _make_in_a_process(root, comfyui, threads)
+    if not folder.is_dir():
+        _make_in_a_process(root, comfyui, threads)
     return folder
 
 
@@ -88,18 +86,23 @@ def link_checkpoint(folder: Path, base: Path) -> None:
 
 
 def make_checkpoint(root: Path, comfyui: Path) -> Path:
-    """Train both models from scratch and write every file; the folder appears complete or not at all.
+    """Train both models and write all files, unless there are such; the folder appears whole or not at all.
 
     Raises:
         CheckpointError: If a model has not learned enough.
     """
-    _set_up_comfyui(comfyui)
+    folder = checkpoint_folder(root)
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".making_") as name:
-        partial = Path(name) / "files"
-        _write_files(partial)
-        folder = checkpoint_folder(root)
-        if not folder.is_dir():
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second waits for the first one's files
+        if folder.is_dir():
+            return folder
+        for left in root.glob(f"{_PARTIAL}*"):  # by a process that was killed
+            shutil.rmtree(left)
+        _set_up_comfyui(comfyui)
+        with tempfile.TemporaryDirectory(dir=root, prefix=_PARTIAL) as name:
+            partial = Path(name) / "files"
+            _write_files(partial)
             partial.rename(folder)
     return folder
 
