@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..parallel import ExchangeTimer, ParallelDims, RankLayout, build_mesh
+from ..plans import find_plan
 from .acceleration import Acceleration
 
 
@@ -53,6 +54,7 @@ class _Models:
         stream: Mapping[str, int] | None = None,
     ) -> int | None:
         """Build the module; return the GPU memory of its weights if they stream, else None."""
+        from .progress_marks import mark_progress
         from .worker_decoder import WorkerDecoder
         from .worker_encoder import WorkerEncoder
         from .worker_model import WorkerModel
@@ -63,6 +65,7 @@ class _Models:
         place: dict[str, Any] = {"device": self.context.device, "layout": self._layout(ParallelDims(**dims))}
         if kind == "denoiser":
             model = WorkerModel(description, weights, **place, stream=stream)
+            mark_progress(model.module, find_plan(description["class_path"]), self.context.progress.mark)
         else:
             model = {"decoder": WorkerDecoder, "encoder": WorkerEncoder}[kind](description, weights, **place)
         self.models[token] = model

@@ -5,7 +5,7 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 
 from .attention.cudnn import with_cudnn
 from .batch import batch_size, join_batch, split_batch
-from .compiled_blocks import CompiledBlocks
+from .compiled_blocks import CompiledBlocks, repeated_blocks
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
 from .dry_run import count_work
@@ -36,6 +36,7 @@ __all__ = [
     "dotted_path",
     "parallelize_decoder",
     "planned_modules",
+    "repeated_blocks",
     "CompiledBlocks",
     "with_cudnn",
     "RecordedForward",

@@ -29,7 +29,8 @@ import threading
 import time
 from pathlib import Path
 
-HEARTBEAT_BYTES = 8
+# The counter of beats, and behind it the one of `progress`; a page, which a GPU can write to.
+HEARTBEAT_BYTES = mmap.PAGESIZE
 _HEARTBEAT_PERIOD_S = 0.5
 _ADOPTION_S = 1.0
 _EXIT_PARENT_GONE = 3
@@ -48,15 +49,18 @@ def load_package(alias: str, folder: str) -> None:
     spec.loader.exec_module(module)
 
 
-def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -> None:
+def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -> mmap.mmap:
     """Start the thread that beats while this process runs, and ends it once the parent is gone.
 
     Args:
         control: Descriptor of the control socket; only its hang-up is looked at.
-        heartbeat: Descriptor of ``HEARTBEAT_BYTES`` of shared memory, holding a counter.
+        heartbeat: Descriptor of ``HEARTBEAT_BYTES`` of shared memory, which begins with the counter.
         parent: The parent's process id. Asked for too, because a process that the parent forked may
             hold its end of the socket open.
         directory: The pool's private directory. Nobody else is left to remove it.
+
+    Returns:
+        The shared memory.
     """
     counter = mmap.mmap(heartbeat, HEARTBEAT_BYTES)
     os.close(heartbeat)
@@ -79,6 +83,7 @@ def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -
         os._exit(_EXIT_PARENT_GONE)
 
     threading.Thread(target=watch, name="ferry-parent-watch", daemon=True).start()
+    return counter
 
 
 def wake_up_with_parents_end(lifeline: int) -> None:
@@ -111,7 +116,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    watch_parent(
+    seen = watch_parent(
         arguments.control, arguments.heartbeat, parent=arguments.parent, directory=arguments.directory
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
@@ -119,7 +124,7 @@ def main() -> None:
     sys.argv = ["comfyui-ferry-worker"]
     load_package(arguments.alias, arguments.root)
     worker = importlib.import_module(f"{arguments.alias}.core.workers.worker")
-    worker.run(socket.socket(fileno=arguments.control))
+    worker.run(socket.socket(fileno=arguments.control), seen)
 
 
 if __name__ == "__main__":

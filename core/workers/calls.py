@@ -25,7 +25,8 @@ class PendingCall:
         job: The job's name.
         ranks: The ranks that run it.
         deadline_s: Seconds from submission to the last reply.
-        usual_s: Seconds that calls of the same work took before; None if nothing is known.
+        usual_s: The longest time in calls of the same work before in which no rank got on, in seconds (all of
+            it, if they mark no progress); None if nothing is known.
     """
 
     def __init__(self, number: int, job: str, ranks: Sequence[int], deadline_s: float) -> None:
@@ -38,7 +39,9 @@ class PendingCall:
         self.due = self.submitted_at + deadline_s
         self.alike: Hashable = None
         self.usual_s: float | None = None
-        self.took_s: float | None = None
+        self.longest_part_s: float | None = None
+        self._got_on_at = self.submitted_at
+        self._longest_s = 0.0
         self.abandoned = False
         self._over = threading.Event()
         self._results: dict[int, Any] = {}
@@ -84,13 +87,20 @@ class PendingCall:
         self.abandoned = True
         self._results = {}
 
+    def note_progress(self) -> None:
+        """Note that a rank has got on (called by the watchdog)."""
+        now = time.monotonic()
+        self._longest_s = max(self._longest_s, now - self._got_on_at)
+        self._got_on_at = now
+
     def deliver(self, rank: int, result: Any) -> None:
         """Note one rank's result (called by the watchdog)."""
         self.missing.discard(rank)
         if not self.abandoned:
             self._results[rank] = result
         if not self.missing:
-            self.took_s = time.monotonic() - self.submitted_at
+            self.note_progress()
+            self.longest_part_s = self._longest_s
             self._over.set()
 
     def fail(self, message: str) -> None:
@@ -115,7 +125,7 @@ class CallTable:
         self._calls: dict[int, PendingCall] = {}
         self._next_number = 0
         self._ended: str | None = None
-        self._took_s: dict[Hashable, deque[float]] = {}
+        self._parts_s: dict[Hashable, deque[float]] = {}
 
     @property
     def ended(self) -> bool:
@@ -162,21 +172,21 @@ class CallTable:
             alike: Equal for calls of the same work.
         """
         with self._lock:
-            known = self._took_s.get(alike)
+            known = self._parts_s.get(alike)
             call.alike = alike
             if known is not None and len(known) >= _FEWEST_CALLS:
                 call.usual_s = max(known)
             self._remember(call)
 
     def _remember(self, call: PendingCall) -> None:
-        if call.alike is None or call.took_s is None:
+        if call.alike is None or call.longest_part_s is None:
             return
-        known = self._took_s.pop(call.alike, None) or deque(maxlen=_COMPARED_CALLS)
-        known.append(call.took_s)
-        self._took_s[call.alike] = known  # the last used last
-        if len(self._took_s) > _KNOWN_KINDS:
-            del self._took_s[next(iter(self._took_s))]
-        call.took_s = None
+        known = self._parts_s.pop(call.alike, None) or deque(maxlen=_COMPARED_CALLS)
+        known.append(call.longest_part_s)
+        self._parts_s[call.alike] = known  # the last used last
+        if len(self._parts_s) > _KNOWN_KINDS:
+            del self._parts_s[next(iter(self._parts_s))]
+        call.longest_part_s = None
 
     def late(self, now: float) -> PendingCall | None:
         """Return a call that is past its deadline at ``now``, if any."""

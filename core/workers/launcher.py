@@ -22,6 +22,7 @@ from pathlib import Path
 from ..log import RANK_VARIABLE
 from . import bootstrap
 from .channel import Link, connect
+from .progress import read_progress
 from .shared_memory import BufferLender, SharedFile
 from .spec import PACK_ALIAS, PACK_ROOT, WorkerSpec, visible_device
 
@@ -37,6 +38,8 @@ _CLEARED = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
+    # One address for every communicator of the machine: those of two servers would meet.
+    "NCCL_COMM_ID",
 )
 _REAP_S = 3.0
 _DUMP_POLL_S = 0.05
@@ -52,7 +55,7 @@ class RankProcess:
         process: The process.
         link: Messages to and from it.
         log_path: What it prints, and its stacks.
-        heartbeat: Shared counter that grows while the process runs Python.
+        heartbeat: Shared counter that grows while the process runs Python, and that of its job's progress.
         lifeline: Write end of a pipe; that it closes, also by our own death, wakes a stopped worker up.
     """
 
@@ -67,6 +70,10 @@ class RankProcess:
     def beats(self) -> int:
         """Return the heartbeat counter."""
         return struct.unpack_from("<Q", self.heartbeat, 0)[0]
+
+    def progress(self) -> int:
+        """Return how many parts of its jobs it has done; grows for as long as one gets on."""
+        return read_progress(self.heartbeat)
 
     def close(self) -> None:
         """Close our ends of what connects us. May be called again."""

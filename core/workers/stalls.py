@@ -4,21 +4,22 @@ A rank that waits for another one inside a collective does nothing either. With 
 a call hangs only once *every* rank that could still bring it on sleeps; calls that share a rank are
 judged together, since one may wait for the other. With NCCL a rank waits for its GPU, which shows as
 work, so one sleeping rank is enough. An endless loop, or a deadlock on the GPUs, looks like a long
-computation; it is told by comparison: a rank that has used far more processor time than the whole of the same
-call took before is lost. Processor time, so that a machine without a free core raises no alarm. A call
-that nothing is known of ends with its deadline.
+computation; it is told by comparison: a rank is lost that has used far more processor time, since any rank
+of its call last got on (see ``progress``), than the longest such time in the same call before. So a slow
+GPU, for which the others wait with busy cores, is no fault as long as it gets on. Processor time, so that
+a machine without a free core raises no alarm. A call that nothing is known of ends with its deadline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .activity import Activity, ProcessActivity
 from .calls import PendingCall
 
-# A picture of the same size never takes so many times longer; what it takes at least is `overdue_s`.
+# A part of the same call does not take so many times longer; what it may take at least is `overdue_s`.
 _USUAL_TIMES = 4
 
 
@@ -30,7 +31,8 @@ class Stall:
         ranks: The ranks that do nothing.
         jobs: The jobs that wait for them, none if the ranks were stopped.
         limit_s: For how long.
-        usual_s: If they compute without an end: seconds that the same call took before. Else None.
+        usual_s: If they compute without an end: seconds that the longest part of the call took before. Else
+            None.
     """
 
     ranks: tuple[int, ...]
@@ -46,8 +48,9 @@ class Stall:
             return f"{who} stopped by a signal (SIGSTOP) {self.limit_s:g} s ago"
         jobs = ", ".join(map(repr, self.jobs))
         if self.usual_s is not None:
-            return f"job {jobs} does not end: {who} computing for {self.limit_s:.1f} s " + (
-                f"what took {self.usual_s:.2g} s before"
+            return (
+                f"job {jobs} does not end: {who} computing for {self.limit_s:.1f} s and got no further, "
+                f"which took {self.usual_s:.2g} s at most before"
             )
         return f"job {jobs} hangs: {who} idle for {self.limit_s:g} s"
 
@@ -61,6 +64,7 @@ class StallDetector:
         one_is_enough: Whether one sleeping rank means a fault, because waiting for others shows as work.
         overdue_s: See ``Deadlines``.
         all_are_enough: Whether all of a call's ranks sleeping means one: they have nobody else to wait for.
+        progress: Of each rank: returns how far its jobs have come. None: it is not told.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class StallDetector:
         one_is_enough: bool,
         overdue_s: float = math.inf,
         all_are_enough: bool = True,
+        progress: Mapping[int, Callable[[], int]] | None = None,
     ) -> None:
         self._processes = processes
         self._limit_s = limit_s
@@ -79,7 +84,9 @@ class StallDetector:
         self._idle_s = dict.fromkeys(processes, 0.0)
         self._stopped_s = dict.fromkeys(processes, 0.0)
         self._overdue_s = overdue_s
-        self._used_s: dict[tuple[int, int], float] = {}  # by rank and call
+        self._used_s: dict[tuple[int, int], float] = {}  # by rank and call, since any of its ranks got on
+        self._progress = dict.fromkeys(processes, lambda: 0) if progress is None else dict(progress)
+        self._done = dict.fromkeys(processes, 0)
         self._calls: dict[int, list[int]] = {}
 
     def find(self, calls: Sequence[PendingCall], *, elapsed_s: float, counted_s: float) -> Stall | None:
@@ -90,9 +97,15 @@ class StallDetector:
             elapsed_s: Seconds since the last look, in which the processes could work.
             counted_s: How many of them count; fewer, if this process was itself stopped meanwhile.
         """
+        got_on = self._got_on()
+        for call in calls:
+            if not got_on.isdisjoint(call.missing):
+                call.note_progress()
+                for rank in call.missing:
+                    self._used_s.pop((rank, call.number), None)
         for rank in self._processes:
             numbers = [call.number for call in calls if rank in call.missing]
-            self._look(rank, numbers, elapsed_s, counted_s)
+            self._look(rank, numbers, elapsed_s, counted_s, got_on=rank in got_on)
         stopped = tuple(rank for rank, silent in self._stopped_s.items() if silent >= self._limit_s)
         if stopped:
             return Stall(stopped, (), self._limit_s)
@@ -126,14 +139,23 @@ class StallDetector:
         for process in self._processes.values():
             process.close()
 
-    def _look(self, rank: int, numbers: list[int], elapsed_s: float, counted_s: float) -> None:
+    def _got_on(self) -> set[int]:
+        """Return the ranks whose jobs have come further since the last look."""
+        done = {rank: read() for rank, read in self._progress.items()}
+        moved = {rank for rank, count in done.items() if count != self._done[rank]}
+        self._done = done
+        return moved
+
+    def _look(
+        self, rank: int, numbers: list[int], elapsed_s: float, counted_s: float, *, got_on: bool
+    ) -> None:
         activity = self._processes[rank].look(elapsed_s)
-        if numbers and numbers == self._calls.get(rank):
+        if numbers and numbers == self._calls.get(rank) and not got_on:
             # Calls run in their order, so it works on the oldest.
             key = (rank, numbers[0])
             self._used_s[key] = self._used_s.get(key, 0.0) + min(counted_s, self._processes[rank].used_s)
         self._stopped_s[rank] = self._stopped_s[rank] + counted_s if activity is Activity.STOPPED else 0.0
-        if not numbers or numbers != self._calls.get(rank) or activity is Activity.BUSY:
+        if not numbers or numbers != self._calls.get(rank) or got_on or activity is Activity.BUSY:
             self._idle_s[rank] = 0.0
         elif activity is Activity.WAITING:
             # Seen at one instant only: a loop that sleeps and polls is caught running now and then.

@@ -74,6 +74,7 @@ class Watchdog:
         self._stalls = StallDetector(
             {rank.rank: ProcessActivity(rank.process.pid) for rank in group.ranks},
             deadlines.stall_s,
+            progress={rank.rank: rank.progress for rank in group.ranks},
             overdue_s=deadlines.overdue_s,
             one_is_enough=waiting_shows,
             all_are_enough=sees_all,

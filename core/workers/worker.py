@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import mmap
 import os
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from ..log import get_logger
 from .bootstrap import load_package
 from .channel import Link, Message, Outgoing
+from .progress import ProgressCounter
 from .protocol import PayloadEncoder
 from .shared_arena import open_arena
 from .shared_memory import BufferLender
@@ -39,11 +41,13 @@ class WorkerContext:
         rank: This process' rank.
         world_size: Number of ranks.
         device: ``cpu`` or ``cuda:0``, the only GPU that this process sees.
+        progress: Where a long job marks each part that is done; a slow one is told from one that hangs by it.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    progress: ProgressCounter = field(default_factory=lambda: ProgressCounter(None, torch.device("cpu")))
 
     def open_arena(self, handle: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors of the parent's ``SharedArena``, sharing its memory."""
@@ -60,10 +64,15 @@ def borrows_arguments(job: Job) -> Job:
     return job
 
 
-def run(connection: socket.socket) -> None:
-    """Serve the parent until it says stop; then, or once the parent is gone, the process ends."""
+def run(connection: socket.socket, seen: mmap.mmap) -> None:
+    """Serve the parent until it says stop; then, or once the parent is gone, the process ends.
+
+    Args:
+        connection: To the parent.
+        seen: Memory that the parent sees, for the progress of jobs.
+    """
     try:
-        _serve(connection)
+        _serve(connection, seen)
     except (EOFError, ConnectionError):
         # The watch of `bootstrap` ends the process; an exit from here would race with its clean-up.
         threading.Event().wait()
@@ -75,7 +84,7 @@ def run(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: socket.socket, seen: mmap.mmap) -> None:
     link = Link(connection, BufferLender(), writable=False)
     jobs: dict[str, Job] = {}
     while (message := _next_message(link)).fields["kind"] != "stop":
@@ -83,7 +92,7 @@ def _serve(connection: socket.socket) -> None:
         try:
             arguments = message.decode(copy=not getattr(jobs.get(name), _BORROWS, False))
             if message.fields["kind"] == "start":
-                jobs |= _start(**arguments)
+                jobs |= _start(seen, **arguments)
                 result: Any = sorted(jobs)
             else:
                 result = jobs[name](**arguments)
@@ -113,6 +122,7 @@ def _describe(error: BaseException) -> dict[str, str]:
 
 
 def _start(
+    seen: mmap.mmap,
     *,
     rank: int,
     world_size: int,
@@ -149,4 +159,5 @@ def _start(
         device_id=device if backend == "nccl" else None,
     )
     module = importlib.import_module(setup_module)
-    return module.register(WorkerContext(rank, world_size, device), **setup_args)
+    context = WorkerContext(rank, world_size, device, ProgressCounter(seen, device))
+    return module.register(context, **setup_args)

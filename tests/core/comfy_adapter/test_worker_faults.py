@@ -67,12 +67,17 @@ def test_prompts_in_a_row_leave_nothing(count):
     model = PATCHERS[KIND].build()
     for number in range(12):  # every combination: buffers have their size
         prompt(model, number)
-    pids = processes()
+    group = worker_groups._current
+    assert group is not None
+    ranks = group.pool._group.ranks
+    pids, done = processes(), [rank.progress() for rank in ranks]
     before = state(pids)
     for number in range(count):
         prompt(model, number)
     assert processes() == pids
     after = state(pids)
+    # Each forward tells how far it is; else a slow one could not be told from one that hangs.
+    assert all(rank.progress() - start >= 2 * count for rank, start in zip(ranks, done, strict=True))
     print({name: after[name] - before[name] for name in before})
     for name, value in before.items():
         # The allocator keeps what it likes; a lost latent or LoRA a prompt would be several times this.

@@ -76,3 +76,23 @@ def test_a_call_is_late_after_its_deadline_abandoned_or_not():
     call.abandon()
     assert table.late(time.monotonic()) is None
     assert table.late(time.monotonic() + 2) is call
+
+
+def test_calls_are_compared_by_their_longest_part(monkeypatch):
+    """And by the whole of it where nothing is known of its parts."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    table = CallTable()
+
+    def run(alike: str, parts: list[float]) -> float | None:
+        call = table.open("job", [0], 100)
+        table.compare(call, alike)
+        for seconds in parts[:-1]:
+            now[0] += seconds
+            call.note_progress()
+        now[0] += parts[-1]
+        table.deliver(call, 0, None)
+        return call.usual_s
+
+    assert [run("marks", [1, 3, 2]) for _ in range(4)] == [None, None, None, 3]
+    assert [run("none", [6]) for _ in range(4)] == [None, None, None, 6]

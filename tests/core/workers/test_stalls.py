@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from comfyui_ferry.core.workers.activity import Activity
 from comfyui_ferry.core.workers.calls import CallTable
 from comfyui_ferry.core.workers.stalls import StallDetector
@@ -22,10 +23,12 @@ class Seen:
         return self.activity
 
 
-def find(activities, calls, *, seconds=4, one_is_enough=False):
+def find(activities, calls, *, seconds=4, one_is_enough=False, progress=None):
     """Look every second; return the stall that was found, and after how many looks."""
     processes = {rank: Seen(activity) for rank, activity in enumerate(activities)}
-    detector = StallDetector(processes, LIMIT_S, one_is_enough=one_is_enough)
+    detector = StallDetector(
+        processes, LIMIT_S, one_is_enough=one_is_enough, overdue_s=LIMIT_S, progress=progress
+    )
     for second in range(1, seconds + 1):
         stall = detector.find(calls, elapsed_s=1, counted_s=1)
         if stall is not None:
@@ -86,3 +89,37 @@ def test_a_moment_in_which_nobody_could_look_counts_little():
     pending = calls([0])
     for _ in range(3):
         assert detector.find(pending, elapsed_s=1000, counted_s=0.5) is None
+
+
+def counts(until: int):
+    """A rank that does one more part a look, and none any more after so many."""
+    done = iter(range(1, until + 1))
+    return lambda: next(done, until)
+
+
+def overdue_calls():
+    found = calls([0, 1])
+    found[0].usual_s = 1.0
+    return found
+
+
+@pytest.mark.parametrize("first", [BUSY, QUIET])
+def test_a_slow_rank_that_gets_on_is_no_fault_nor_are_those_that_wait_for_it(first, monkeypatch):
+    """As with NCCL, where the host of each rank spins, or sleeps, while the slowest GPU computes."""
+    monkeypatch.setattr(Seen, "used_s", 1.0)
+    progress = {0: counts(40), 1: counts(40)}
+    assert find([first, BUSY], overdue_calls(), seconds=40, one_is_enough=True, progress=progress) is None
+    only_one_tells = {0: lambda: 0, 1: counts(40)}
+    assert find([BUSY, BUSY], overdue_calls(), seconds=40, progress=only_one_tells) is None
+
+
+def test_ranks_that_get_no_further_are_found_whatever_they_did_before(monkeypatch):
+    monkeypatch.setattr(Seen, "used_s", 1.0)
+    limit_s = LIMIT_S + 4 * 1.0
+    for parts in (0, 10):
+        stall, second = find(
+            [BUSY, BUSY], overdue_calls(), seconds=40, progress={0: counts(parts), 1: counts(parts)}
+        )
+        assert stall.ranks == (0, 1)
+        assert parts + limit_s <= second <= parts + limit_s + 1
+    assert "rank 1 was computing for 7.0 s and got no further, which took 1 s at most" in stall.describe([1])
