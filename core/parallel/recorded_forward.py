@@ -75,6 +75,7 @@ class RecordedForward:
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self.forward = forward
+        self._alone = agree is None
         self._agree: Callable[[bool], bool] = bool if agree is None else agree
         self.required = required
         self._possible = True
@@ -118,9 +119,23 @@ class RecordedForward:
         self._seen.clear()
 
     def _try_to_record(self, arguments: Arguments, tensors: list[torch.Tensor]) -> _Recording | None:
+        recorded = self._attempt(lambda: self._begin(arguments, tensors))
+        if recorded is None:
+            return None
+        static, call, replay, output = recorded
+        # A rank that fails amid its exchanges is lost to the others, whatever it says then.
+        expected = None if self._alone else call()
+        same = self._attempt(lambda: _check(replay, output, call() if self._alone else expected))
+        return _Recording(static, replay, output) if same else None
+
+    def _attempt(self, action: Callable[[], Any]) -> Any:
+        """Return what ``action`` does here if it succeeds on all ranks; None if it need not, and does not.
+
+        Raises:
+            RequestError: If it must succeed and does not.
+        """
         try:
-            static, call, replay, output = self._together(lambda: self._begin(arguments, tensors))
-            self._together(lambda: _check(replay, output, call()))
+            return self._together(action)
         except (PlanError, RequestError):
             raise
         except RuntimeError as error:
@@ -136,7 +151,6 @@ class RecordedForward:
                 limit=f"This model's forward cannot be recorded ({error})",
                 way_out="Choose an acceleration without CUDA graphs",
             ) from error
-        return _Recording(static, replay, output)
 
     def _begin(self, arguments: Arguments, tensors: list[torch.Tensor]) -> tuple:
         static = [tensor.clone() for tensor in tensors]
@@ -161,23 +175,33 @@ class RecordedForward:
         return result
 
 
-def _check(replay: Callable[[], None], output: Any, expected: Any) -> None:
+def _check(replay: Callable[[], None], output: Any, expected: Any) -> bool:
     """Compare two replays with what the forward gives; all ranks replay, whatever one of them finds.
 
+    Returns:
+        True.
+
     Raises:
-        RuntimeError: If they differ.
+        RuntimeError: If they differ, or there is no memory to tell.
     """
     recorded: list[torch.Tensor] = []
     plain: list[torch.Tensor] = []
     _describe(output, recorded)
     _describe(expected, plain)
-    errors = []
+    errors: list[float] = []
+    full: torch.OutOfMemoryError | None = None
     for _ in range(2):
         replay()
-        errors += [_relative_error(one, other) for one, other in zip(recorded, plain, strict=True)]
+        try:
+            errors += [_relative_error(one, other) for one, other in zip(recorded, plain, strict=True)]
+        except torch.OutOfMemoryError as error:
+            full = error
+    if full is not None:
+        raise full
     # Not finite: the forward itself gave that.
     if any(math.isfinite(error) and error > _TOLERANCE for error in errors):
         raise RuntimeError(f"its replay differs from the forward itself by {max(errors):.1e}")
+    return True
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -197,15 +221,16 @@ class _CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        _check_room()
+        _check_room(2)  # for the recording, and for forwards of other shapes beside it
         # Other threads (the watchdog of NCCL) may go on asking CUDA for the state of their own events.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = call()
+        _check_room(1)
         return graph.replay, output
 
 
-def _check_room() -> None:
-    """Check that a recording leaves room for forwards of other shapes, as large as those so far.
+def _check_room(forwards: int) -> None:
+    """Check that there is room for so many forwards, each as large as the largest so far.
 
     Raises:
         torch.OutOfMemoryError: If not.
@@ -213,10 +238,10 @@ def _check_room() -> None:
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info()
     forward_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    if free_bytes < 2 * forward_bytes:
+    if free_bytes < forwards * forward_bytes:
         raise torch.OutOfMemoryError(
-            f"{free_bytes} bytes are free: after recording a forward that needs {forward_bytes} there would "
-            "be too few for others"
+            f"{free_bytes} bytes are free: beside the recording of a forward that needs "
+            f"{forward_bytes} there would be too few for others"
         )
 
 

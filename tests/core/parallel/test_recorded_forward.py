@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_ferry.core.errors import PlanError, RequestError
-from comfyui_ferry.core.parallel import RecordedForward, parallelize
+from comfyui_ferry.core.parallel import RecordedForward, parallelize, recorded_forward
 from comfyui_ferry.core.parallel.recorded_forward import _MAX_RECORDINGS
 from ferry_support.parity import world_group
 from ferry_support.ranks import run_ranks
@@ -126,20 +126,32 @@ def test_what_need_not_be_recorded_runs_as_it_is() -> None:
     assert len(attempts) == 1
 
 
-def _outputs_where_one_rank_fails(failing: int) -> list[bool]:
+def _outputs_where_one_rank_fails(failing: int, place: str) -> list[bool]:
     model, group = build_toy(), world_group()
     handle = parallelize(model, PLAN, group=group)
+    compared = []
 
     def forward(arguments: dict[str, Any]) -> Any:
         options = {"override": handle.attention_override}
         return handle.run(model, **arguments, transformer_options=options)
 
-    def record(call: Any) -> Any:
-        recorded = Recorder()(call)
+    def fail() -> None:
         if torch.distributed.get_rank() == failing:
             raise torch.OutOfMemoryError("full")  # another process of that GPU took the memory
+
+    def record(call: Any) -> Any:
+        recorded = Recorder()(call)
+        if place == "recording":
+            fail()
         return recorded
 
+    def compare(actual: torch.Tensor, expected: torch.Tensor) -> float:
+        compared.append(actual)
+        if place == f"replay {len(compared)}":
+            fail()
+        return 0.0
+
+    recorded_forward._relative_error = compare
     agree = functools.partial(handle.agree, device=torch.device("cpu"))
     recorded = RecordedForward(forward, record=record, required=False, agree=agree)
     with torch.inference_mode():
@@ -147,10 +159,35 @@ def _outputs_where_one_rank_fails(failing: int) -> list[bool]:
         return [torch.equal(recorded(each), forward(each)) for each in inputs]
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_ranks_record_together_or_not_at_all(failing: int) -> None:
+@pytest.mark.parametrize(("failing", "place"), [(1, "recording"), (0, "replay 1"), (1, "replay 2"), (2, "")])
+def test_ranks_record_together_or_not_at_all(failing: int, place: str) -> None:
     """Else one makes other exchanges than the rest, and they wait for each other."""
-    assert run_ranks(_outputs_where_one_rank_fails, 2, failing, timeout_s=30) == [[True] * 4] * 2
+    assert run_ranks(_outputs_where_one_rank_fails, 2, failing, place, timeout_s=30) == [[True] * 4] * 2
+
+
+def test_a_rank_that_fails_amid_the_forward_itself_does_not_ask_the_others() -> None:
+    """They are amid the same forward and would take the question for one of its exchanges."""
+    calls, said = [], []
+
+    def forward(arguments: dict[str, Any]) -> torch.Tensor:
+        calls.append(arguments)
+        if len(calls) == 3:  # as it is, then recorded, then beside the recording
+            raise torch.OutOfMemoryError("full")
+        return arguments["x"] * 2
+
+    def agree(well: bool) -> bool:
+        said.append(well)
+        return well
+
+    together = RecordedForward(forward, record=Recorder(), required=False, agree=agree)
+    together({"x": noise(2)})
+    with pytest.raises(torch.OutOfMemoryError):
+        together({"x": noise(2)})
+    assert said == [True]
+    calls.clear()
+    alone = RecordedForward(forward, record=Recorder(), required=False)
+    for step in range(4):
+        assert torch.equal(alone({"x": noise(2, seed=step)}), noise(2, seed=step) * 2)
 
 
 def _parallel_outputs() -> list[bool]:
