@@ -2,13 +2,15 @@
 
 An address may come from anywhere, for example with a workflow of somebody else's, and whoever runs a cluster
 runs code in what joins it. That `ray start` was run on this machine is its owner's word that the cluster is
-trusted; it is found by looking at the running processes, and nobody else is contacted. Source: proc(5).
+trusted; it is found by looking at the running processes of ComfyUI's own user and of root, since any other
+user could run one that leads to a cluster of his own. Nobody else is contacted. Source: proc(5).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import os
 import socket
 from pathlib import Path
 
@@ -62,7 +64,8 @@ def find_cluster(address: str, root: Path = Path("/proc")) -> str:
         raise RequestError(
             f"ray_address={address!r} was asked",
             limit=f"This machine is not a node of that cluster ({here})",
-            way_out="If you trust it, run `ray start --address=HOST:PORT` on this machine (docs/clusters.md)",
+            way_out="If you trust it, run `ray start --address=HOST:PORT` on this machine, as ComfyUI's user "
+            "or root (docs/clusters.md)",
         )
     if len(fitting) > 1:
         raise RequestError(
@@ -83,18 +86,28 @@ def find_cluster(address: str, root: Path = Path("/proc")) -> str:
 
 
 def _running(root: Path) -> set[str]:
-    """Return the heads' addresses of the Ray nodes (raylets) of this machine."""
+    """Return the heads' addresses of the Ray nodes (raylets) of this machine that may be trusted."""
     found = set()
     for folder in root.iterdir():
         if not folder.name.isdigit():
             continue
         try:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            trusted = _users(folder) <= {os.getuid(), 0}
         except OSError:
             continue  # it has ended, or is nobody's business
-        if Path(words[0]).name == "raylet":
+        if Path(words[0]).name == "raylet" and trusted:
             found |= {word.removeprefix(_OPTION) for word in words if word.startswith(_OPTION)}
     return found
+
+
+def _users(folder: Path) -> set[int]:
+    """Return the users (real, effective, ...) of a process.
+
+    Not the owner of its folder, which is root's for whoever forbids others to look into its memory.
+    """
+    lines = (folder / "status").read_text().splitlines()
+    return {int(user) for line in lines if line.startswith("Uid:") for user in line.split()[1:]} or {-1}
 
 
 def _same(address: str, known: str) -> bool:

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from ..pool import WorkerPool
 from ..protocol import PayloadEncoder
 from ..spec import PACK_ROOT, Deadlines, RankSpan, WorkerSpec
 from .fingerprint import boot_id, fingerprint, interface_of
+from .handshake import introduce
 from .node_files import NodeFiles
-from .stream import Frame, Stream, introduce, write_payloads
+from .stream import Frame, Stream, write_payloads
 
 _CONNECT_S = 10.0
+_AGAIN_S = 0.05
 _BEAT_S = 0.5
 _MOST_CALLS = 64
 
@@ -67,9 +70,34 @@ def serve(request: str) -> None:
         request: JSON with ``host``, ``port``, ``secret`` (hexadecimal), ``number`` and ``address``.
     """
     asked = json.loads(request)
-    connection = socket.create_connection((asked["host"], asked["port"]), timeout=_CONNECT_S)
-    stream = introduce(connection, bytes.fromhex(asked["secret"]), asked["number"])
+    stream = connect(asked["host"], asked["port"], bytes.fromhex(asked["secret"]), asked["number"])
     _Service(stream, asked["address"]).run()
+
+
+def connect(host: str, port: int, secret: bytes, number: int) -> Stream:
+    """Return the connection to the parent at ``host:port``.
+
+    A connection that ends before the parent has proved itself is tried again: a crowd of strangers at the
+    same port may have pushed it out.
+
+    Raises:
+        WorkerError: If what answers there does not know the secret.
+        OSError: If nothing answers there.
+        EOFError: If every connection ended.
+    """
+    until = time.monotonic() + _CONNECT_S
+    while True:
+        connection = socket.create_connection((host, port), timeout=_CONNECT_S)
+        try:
+            return introduce(connection, secret, number)
+        except WorkerError:
+            connection.close()
+            raise
+        except (OSError, EOFError):
+            connection.close()
+            if time.monotonic() > until:
+                raise
+        time.sleep(_AGAIN_S)
 
 
 def _devices() -> list[str]:
@@ -127,7 +155,8 @@ class _Service:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self.stream.send({"kind": "answer", "store": f"{self.address}:{port}"})
+        answer = {"kind": "answer", "question": frame.fields["question"]}
+        self.stream.send(answer | {"store": f"{self.address}:{port}"})
 
     def _on_start(self, frame: Frame) -> None:
         self.waiting.submit(self._start, frame)
@@ -138,7 +167,7 @@ class _Service:
             self.files.make(fields["number"], fields["num_bytes"])
             return
         shared = self.files.open(fields["number"], fields["num_bytes"], fields["path"], fields["identity"])
-        self.stream.send({"kind": "answer", "shared": shared})
+        self.stream.send({"kind": "answer", "question": fields["question"], "shared": shared})
 
     def _on_part(self, frame: Frame) -> None:
         """Nothing is left to do: the bytes were received into their place."""

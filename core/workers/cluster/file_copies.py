@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...errors import RequestError
+from ...errors import RequestError, WorkerError
 from ..shared_memory import SharedFile
-from .node_link import NodeLink
+from .node_link import NodeLink, NodeSilentError
 
 _PART_BYTES = 8 << 20
 _POLL_S = 0.05
@@ -56,6 +56,7 @@ class FileCopies:
 
         Raises:
             RequestError: If a node has no memory for them; nothing was sent then.
+            WorkerError: If a node is there and does not answer; it may be asked again.
         """
         with self._lock:
             self._drop_dead()
@@ -75,8 +76,11 @@ class FileCopies:
         poll: Callable[[], object] | None,
     ) -> None:
         stop = threading.Event()
+        silent: list[str] = []
         senders = [
-            threading.Thread(target=self._send, args=(link, files, stop), name="ferry-weights", daemon=True)
+            threading.Thread(
+                target=self._send, args=(link, files, stop, silent), name="ferry-weights", daemon=True
+            )
             for link, files in work
         ]
         for sender in senders:
@@ -91,19 +95,27 @@ class FileCopies:
             stop.set()
             for sender in senders:
                 sender.join()
+        if silent:
+            raise WorkerError(f"the weights could not be brought to every node: {'; '.join(silent)}")
 
-    def _send(self, link: NodeLink, files: list[tuple[int, SharedFile]], stop: threading.Event) -> None:
+    def _send(
+        self, link: NodeLink, files: list[tuple[int, SharedFile]], stop: threading.Event, silent: list[str]
+    ) -> None:
         # A node that goes meanwhile is noticed by who reads its connection.
         with contextlib.suppress(OSError, EOFError):
             for number, file in files:
-                copy = self._announce(link, number, file)
+                try:
+                    copy = self._announce(link, number, file, stop)
+                except NodeSilentError as error:
+                    silent.append(str(error))
+                    return
                 while not copy.shared and copy.num_bytes < file.size_bytes and not stop.is_set():
                     size = min(_PART_BYTES, file.size_bytes - copy.num_bytes)
                     fields = {"kind": "part", "number": number, "offset": copy.num_bytes, "num_bytes": size}
                     link.stream.send_file(fields, file, copy.num_bytes, size)
                     copy.num_bytes += size
 
-    def _announce(self, link: NodeLink, number: int, file: SharedFile) -> _Copy:
+    def _announce(self, link: NodeLink, number: int, file: SharedFile, stop: threading.Event) -> _Copy:
         copy = self._copies.setdefault((link.number, number), _Copy(file.version))
         if copy.version != file.version:
             copy.version, copy.num_bytes = file.version, 0
@@ -111,7 +123,8 @@ class FileCopies:
         if link.share.here:
             found = os.fstat(file.descriptor)
             path = f"/proc/{os.getpid()}/fd/{file.descriptor}"
-            answer = link.ask(fields | {"path": path, "identity": [found.st_dev, found.st_ino]})
+            asked = fields | {"path": path, "identity": [found.st_dev, found.st_ino]}
+            answer = link.ask(asked, stop=stop)
             copy.shared = answer["shared"]
         if copy.shared:
             copy.num_bytes = file.size_bytes

@@ -5,29 +5,31 @@ Nothing of the pool runs before all of that has gone well, and whatever goes wro
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import RequestError, WorkerError
 from ..spec import PACK_ALIAS, PACK_ROOT, WorkerSpec
+from .admission import Admission
 from .driver_process import DriverProcess
 from .fingerprint import boot_id, differences, fingerprint
+from .handshake import SECRET_BYTES
 from .node_link import NodeLink
 from .placement import NoRoomError, Share, choose_nodes
 from .spec import ROOT_VARIABLE, ClusterSpec
-from .stream import SECRET_BYTES, Stream, admit
+from .stream import Stream
 
 # What a pool that has just ended held is free again for Ray after a moment.
 _ROOM_S = 10.0
 _ROOM_AGAIN_S = 0.5
 _POLL_S = 0.05
+# Connections that the kernel keeps; strangers may be among them.
+_BACKLOG = 512
 
 
 class Joining:
@@ -131,14 +133,14 @@ class Joining:
     def _gather(self, shares: Sequence[Share], address: str) -> list[Stream]:
         """Have the agents connect to a port that is open only meanwhile; return the connections."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        with socket.create_server((address, 0), backlog=len(shares)) as listener:
+        with socket.create_server((address, 0), backlog=_BACKLOG) as listener:
             common = {"host": address, "port": listener.getsockname()[1], "secret": secret.hex()}
             requests = [
                 json.dumps(common | {"number": number, "address": share.address})
                 for number, share in enumerate(shares)
             ]
             self._driver.tell("serve", requests=requests)
-            return _Admission(secret, len(shares)).run(listener, self._check_agents)
+            return Admission(secret, len(shares)).run(listener, self._check_agents)
 
     def _check_agents(self, missing: int) -> None:
         if self._poll is not None:
@@ -156,43 +158,6 @@ class Joining:
             if self._poll is not None:
                 self._poll()
             time.sleep(_POLL_S)
-
-
-class _Admission:
-    """Takes the connections of agents ``0 .. count - 1``; strangers are turned away, and hold nobody up."""
-
-    def __init__(self, secret: bytes, count: int) -> None:
-        self._secret = secret
-        self._count = count
-        self._streams: dict[int, Stream] = {}
-        self._lock = threading.Lock()
-        self._over = False
-
-    def run(self, listener: socket.socket, check: Callable[[int], None]) -> list[Stream]:
-        """Return the connections; ``check`` is called meanwhile with the number of those that are missing."""
-        listener.settimeout(_POLL_S)
-        try:
-            while missing := self._count - len(self._streams):
-                for connection in _next_connection(listener):
-                    threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
-                check(missing)
-        except BaseException:
-            with self._lock:
-                self._over = True
-                for stream in self._streams.values():
-                    stream.close()
-            raise
-        with self._lock:
-            self._over = True
-        return [self._streams[number] for number in range(self._count)]
-
-    def _admit(self, connection: socket.socket) -> None:
-        number = admit(connection, self._secret)
-        with self._lock:
-            if self._over or number is None or number in self._streams or number >= self._count:
-                connection.close()
-            else:
-                self._streams[number] = Stream(connection)
 
 
 def check_node(share: Share, node: Mapping[str, Any], here: Mapping[str, str]) -> None:
@@ -218,8 +183,3 @@ def check_node(share: Share, node: Mapping[str, Any], here: Mapping[str, str]) -
             way_out="Install the same versions on every machine. A node's pack is looked for at the path "
             f"that it has here, or at {ROOT_VARIABLE} of the shell that ran `ray start` (docs/clusters.md)",
         )
-
-
-def _next_connection(listener: socket.socket) -> Iterator[socket.socket]:
-    with contextlib.suppress(TimeoutError):
-        yield listener.accept()[0]

@@ -17,7 +17,7 @@ from .addresses import check_address, find_cluster
 from .driver_process import DriverProcess
 from .file_copies import FileCopies
 from .joining import Joining
-from .node_link import NodeLink
+from .node_link import NodeLink, NodeSilentError
 from .spec import ClusterSpec
 from .stream import write_payloads
 from .watch import ClusterWatch
@@ -101,6 +101,8 @@ class ClusterPool(RankEngine):
         first = self._links[0]
         try:
             store = first.ask({"kind": "store", "world_size": self.spec.num_ranks, "timeout_s": timeout_s})
+        except NodeSilentError as error:
+            raise WorkerError(str(error)) from error
         except (EOFError, OSError) as error:
             raise WorkerError(f"{first.name} ended while the pool was starting: {error}") from error
         starts = {

@@ -3,20 +3,16 @@
 The same payloads as on one machine (see ``protocol``: data only, never code), but their buffer travels in
 the stream. A frame is a fixed header, a JSON object of fields, the written payloads, and the buffer.
 
-The agent connects to a port that only listens while a pool starts. Before anything else is read, both
-ends prove that they know the pool's secret (HMAC-SHA256 over both ends' fresh random numbers), which neither
-sends. The frames themselves are neither encrypted nor signed: who can read or change the traffic
-between the machines is not kept out. Source of the proof: RFC 2104, and ISO/IEC 9798-4 mutual authentication.
+The agent connects to a port that only listens while a pool starts (``admission``), and both ends prove that
+they know the pool's secret (``handshake``). The frames themselves are neither encrypted nor signed: who can
+read or change the traffic between the machines is not kept out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -32,13 +28,8 @@ from ..protocol import PayloadEncoder
 from ..shared_memory import SharedFile
 
 STREAM_VERSION = 1
-SECRET_BYTES = 32
-_MAGIC = b"FRRC"
+MAGIC = b"FRRC"
 _HEADER = struct.Struct("<4sHxxIQQ")  # magic, version, bytes of fields, of payloads, of the buffer
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
-_HELLO = struct.Struct("<4sHH")  # magic, version, the agent's number
-_HANDSHAKE_S = 5.0
 _MAX_FIELDS_BYTES = 16 << 20
 _MAX_PAYLOAD_BYTES = 1 << 30
 # A machine that vanished is noticed by the kernel: idle connections are probed every second, and data that
@@ -121,7 +112,7 @@ class Stream:
             WorkerError: If what comes is no message of this version.
         """
         magic, version, *sizes = _HEADER.unpack(self._read(_HEADER.size))
-        if magic != _MAGIC or version != STREAM_VERSION:
+        if magic != MAGIC or version != STREAM_VERSION:
             raise WorkerError(f"a frame of version {version} came where version {STREAM_VERSION} is spoken")
         num_fields, num_payload, num_buffer = sizes
         if num_fields > _MAX_FIELDS_BYTES or num_payload > _MAX_PAYLOAD_BYTES:
@@ -152,7 +143,7 @@ class Stream:
         described = fields | {"contents": [len(content) for content in contents]}
         head = json.dumps(described, separators=(",", ":")).encode("ascii")
         payload = b"".join(contents)
-        header = _HEADER.pack(_MAGIC, STREAM_VERSION, len(head), len(payload), num_buffer)
+        header = _HEADER.pack(MAGIC, STREAM_VERSION, len(head), len(payload), num_buffer)
         self.connection.sendall(header + head + payload)
 
     def _read(self, num_bytes: int) -> bytearray:
@@ -193,60 +184,6 @@ def watch_for_lost_machine(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_MS)
-
-
-def admit(connection: socket.socket, secret: bytes) -> int | None:
-    """Return the number of the agent at the other end, None if it does not prove to be one."""
-    connection.settimeout(_HANDSHAKE_S)
-    try:
-        ours = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(ours)
-        answer = _exactly(connection, _HELLO.size + _NONCE_BYTES + _PROOF_BYTES)
-        hello, theirs = answer[: _HELLO.size], answer[_HELLO.size : -_PROOF_BYTES]
-        if not hmac.compare_digest(answer[-_PROOF_BYTES:], _proof(secret, b"agent", hello, ours, theirs)):
-            return None
-        magic, version, number = _HELLO.unpack(hello)
-        if magic != _MAGIC or version != STREAM_VERSION:
-            return None
-        connection.sendall(_proof(secret, b"parent", hello, ours, theirs))
-        return number
-    except (OSError, EOFError):
-        return None
-
-
-def introduce(connection: socket.socket, secret: bytes, number: int) -> Stream:
-    """Prove to the other end that this is agent ``number`` of its pool, and have it prove itself.
-
-    Raises:
-        WorkerError: If the other end does not know the secret.
-        OSError: If it is gone.
-        EOFError: Likewise.
-    """
-    connection.settimeout(_HANDSHAKE_S)
-    theirs = _exactly(connection, _NONCE_BYTES)
-    hello, ours = _HELLO.pack(_MAGIC, STREAM_VERSION, number), secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(hello + ours + _proof(secret, b"agent", hello, theirs, ours))
-    if not hmac.compare_digest(
-        _exactly(connection, _PROOF_BYTES), _proof(secret, b"parent", hello, theirs, ours)
-    ):
-        raise WorkerError("what answers at the address of ComfyUI does not know this pool's secret")
-    return Stream(connection)
-
-
-def _proof(secret: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(
-        secret, b"".join(struct.pack("<I", len(part)) + part for part in parts), hashlib.sha256
-    )
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise EOFError("the connection was closed")
-        data += part
-    return data
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

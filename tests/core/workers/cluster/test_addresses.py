@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from ferry_support.worker_specs import cpu_spec
 def proc(tmp_path: Path):
     """A proc file system with these raylets, and processes that only look like one."""
 
-    def plant(*heads: str) -> Path:
+    def plant(*heads: str, user: int | None = None) -> Path:
+        user = os.getuid() if user is None else user
         commands = [["/x/ray/raylet", "--a=b", f"--gcs-address={head}"] for head in heads]
         commands += [["/bin/sh", "-c", "raylet", "--gcs-address=203.0.113.9:6379"], []]
         for number, words in enumerate(commands):
             folder = tmp_path / str(100 + number)
             folder.mkdir()
             (folder / "cmdline").write_bytes("\0".join(words).encode())
+            (folder / "status").write_text(f"Name:\traylet\nUid:\t{user}\t{user}\t{user}\t{user}\nGid:\t0\n")
         (tmp_path / "sys").mkdir()
         (tmp_path / "99").mkdir()  # ended meanwhile
         return tmp_path
@@ -86,3 +89,15 @@ def test_a_head_that_does_not_answer_is_refused(proc):
         gone = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(RequestError, match=r"does not answer.*ray start --head"):
         find_cluster(gone, proc(gone))
+
+
+def test_a_node_of_another_user_of_the_machine_leads_nowhere(proc, monkeypatch):
+    """He could start one, and a workflow that names his cluster, or `auto`, would hand him what is made."""
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("it was contacted"))
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    root = proc("198.51.100.1:6379", user=1001)
+    for address in ("auto", "198.51.100.1:6379"):
+        with pytest.raises(
+            RequestError, match=r"not a node of that cluster.*none.*as ComfyUI's user or root"
+        ):
+            find_cluster(address, root)

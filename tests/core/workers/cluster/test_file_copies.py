@@ -9,8 +9,9 @@ import time
 
 import pytest
 import torch
-from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.errors import RequestError, WorkerError
 from comfyui_ferry.core.workers import SharedArena, open_arena
+from comfyui_ferry.core.workers.cluster import node_link
 from comfyui_ferry.core.workers.cluster.file_copies import FileCopies
 from comfyui_ferry.core.workers.cluster.node_files import NodeFiles
 from comfyui_ferry.core.workers.cluster.node_link import NodeLink
@@ -27,6 +28,7 @@ class Node:
             share = Share(f"node{number}", "127.0.0.1", here, range(number, number + 1))
             self.link = NodeLink(number, share, Stream(listener.accept()[0]), ["cpu"], available_bytes)
         self.files = NodeFiles()
+        self.delays_s: list[float] = []
         self.received: dict[str, int] = {"file": 0, "part": 0, "drop": 0}
         self.stream = theirs
         threading.Thread(target=self.serve, daemon=True).start()
@@ -44,7 +46,9 @@ class Node:
                     opened = self.files.open(
                         fields["number"], fields["num_bytes"], fields["path"], fields["identity"]
                     )
-                    self.link.answers.put({"kind": "answer", "shared": opened})
+                    time.sleep(self.delays_s.pop(0) if self.delays_s else 0)
+                    answer = {"kind": "answer", "question": fields["question"], "shared": opened}
+                    self.link.answers.put(answer)
                 self.stream.send({"kind": "done"})
         except EOFError:
             pass
@@ -56,8 +60,8 @@ class Node:
     def holds(self, arena: SharedArena, number: int) -> bool:
         until = time.monotonic() + 5
         while time.monotonic() < until:  # what was sent may not have been read yet
-            found = self.tensors(arena, number)
-            if all(torch.equal(found[name], tensor) for name, tensor in arena.tensors.items()):
+            found = self.tensors(arena, number) if number in self.files._files else {}
+            if found and all(torch.equal(found[name], tensor) for name, tensor in arena.tensors.items()):
                 return True
             time.sleep(0.02)
         return False
@@ -149,3 +153,37 @@ def test_a_node_without_room_is_refused_before_a_byte_is_sent(nodes):
         bring(copies, [*nodes, small], arena)
     assert [node.received["part"] for node in [*nodes, small]] == [0, 0, 0]
     small.link.stream.close()
+
+
+def test_a_node_that_answers_too_late_is_told_and_its_answer_is_not_taken_for_another(monkeypatch):
+    """Else a call would name a file that the node does not have."""
+    monkeypatch.setattr(node_link, "_ANSWER_S", 0.3)
+    node = Node(0, here=True)
+    copies = FileCopies([node.link])
+    arenas = [SharedArena.create({"w": torch.full((10,), float(number))}) for number in range(2)]
+    node.delays_s = [0.6]
+    with pytest.raises(WorkerError, match=r"node 127\.0\.0\.1 \(rank 0\) has not answered for 0\.3 s"):
+        bring(copies, [node], arenas[0])
+    # The second is a file that the node cannot open: the first one's answer, yes, comes meanwhile.
+    monkeypatch.setattr(node.files, "open", lambda *_: False)
+    monkeypatch.setattr(node_link, "_ANSWER_S", 5.0)
+    number = bring(copies, [node], arenas[1])
+    assert node.holds(arenas[1], number)
+    node.link.stream.close()
+
+
+def test_cancel_does_not_wait_for_a_node_that_does_not_answer():
+    node = Node(0, here=True)
+    node.delays_s = [5.0]
+    polls = []
+
+    def poll():
+        polls.append(1)
+        if len(polls) == 3:
+            raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        bring(FileCopies([node.link]), [node], SharedArena.create({"w": torch.ones(10)}), poll)
+    assert time.monotonic() - begin < 2
+    node.link.stream.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -10,12 +9,9 @@ import time
 import pytest
 import torch
 from comfyui_ferry.core.errors import WorkerError
-from comfyui_ferry.core.workers.cluster import stream as stream_module
-from comfyui_ferry.core.workers.cluster.stream import Stream, admit, introduce, write_payloads
+from comfyui_ferry.core.workers.cluster.stream import Stream, write_payloads
 from comfyui_ferry.core.workers.protocol import PayloadEncoder
 from comfyui_ferry.core.workers.shared_memory import SharedFile
-
-SECRET = os.urandom(32)
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -30,54 +26,6 @@ def ends():
     yield made
     for end in made:
         end.close()
-
-
-def admitted(secret: bytes, act) -> int | None:
-    """What `admit` says of a stranger who does `act`."""
-    ours, theirs = connection()
-    thread = threading.Thread(target=act, args=(theirs,))
-    thread.start()
-    try:
-        return admit(ours, secret)
-    finally:
-        ours.close()
-        thread.join(10)
-        theirs.close()
-
-
-def test_an_agent_with_the_secret_is_let_in_and_knows_its_parent():
-    made = []
-    assert admitted(SECRET, lambda end: made.append(introduce(end, SECRET, 3))) == 3
-    assert isinstance(made[0], Stream)
-
-
-@pytest.mark.parametrize("what", ["wrong secret", "garbage", "nothing", "hangs up", "echo"])
-def test_a_stranger_is_turned_away(what, monkeypatch):
-    monkeypatch.setattr(stream_module, "_HANDSHAKE_S", 0.3)
-
-    def act(end: socket.socket) -> None:
-        if what == "wrong secret":
-            with pytest.raises((OSError, EOFError)):
-                introduce(end, b"x" * 32, 0)
-        elif what == "garbage":
-            end.sendall(b"GET / HTTP/1.1\r\n" * 20)
-        elif what == "echo":  # the proof of one side must not do for the other
-            end.sendall(b"FRRC\1\0\0\0" + (nonce := end.recv(32)) + nonce)
-        elif what == "nothing":
-            end.recv(64)
-            end.recv(1)
-
-    begin = time.monotonic()
-    assert admitted(SECRET, act) is None
-    assert time.monotonic() - begin < 5
-
-
-def test_an_agent_does_not_trust_a_parent_without_the_secret():
-    ours, theirs = connection()
-    with ours, theirs:
-        ours.sendall(b"n" * 32 + b"p" * 32)
-        with pytest.raises(WorkerError, match="does not know this pool's secret"):
-            introduce(theirs, SECRET, 0)
 
 
 def test_payloads_and_their_tensors_arrive_as_they_were(ends):
