@@ -1,11 +1,13 @@
 """Host memory of ComfyUI and its CPU workers from a file to a picture: the peak and what stays.
 
-    COMFYUI_PATH=... python benchmarks/worker_memory.py [--megabytes 400] [--lora] [--fp8]
+    COMFYUI_PATH=... python benchmarks/worker_memory.py [--megabytes 400] [--lora] [--fp8] [--quantized FORM]
 
 A Wan-like model of random weights is written to a file, loaded by a loader, made parallel over two workers
 and sampled once, while the proportional set size (PSS) of all processes together is read every 10 ms. What
 they take besides is measured before, with a model of no size, and subtracted. Every row runs in a process of
-its own. CPU workers hold patched weights in ordinary memory; on GPUs those are on the GPU.
+its own. ``--lora`` patches every Linear layer. CPU workers hold patched weights in ordinary memory, those
+on GPUs hold them in the GPU's; in the row with a budget weights stream, and a block is patched as it comes.
+``--quantized`` writes a file as newer ComfyUI quantizes (``float8_e4m3fn``).
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def run(row: str, folder: str, *, lora: bool, fp8: bool) -> None:
     def picture(model: Any) -> None:
         prompt = [[torch.zeros(1, 7, model.model.diffusion_model.text_embedding[0].in_features), {}]]
         prompts = {"positive": prompt, "negative": prompt}
-        model = parallel(with_lora(model) if lora else model, ULYSSES_2)
+        model = parallel(with_lora(model, everywhere=True) if lora else model, ULYSSES_2)
         sample(model, "wan", steps=1, cfg=1.0, conditioning=prompts)
 
     def settle() -> int:
@@ -128,14 +130,15 @@ def run(row: str, folder: str, *, lora: bool, fp8: bool) -> None:
     with watching() as working:
         picture(model)
     end = settle()
-    size = sum(each.nbytes for each in model.model.diffusion_model.state_dict().values())
+    if fp8:  # of a file in another dtype
+        size = sum(each.nbytes for each in model.model.diffusion_model.state_dict().values())
     share = [(value - base) / size for value in (loading["peak"], loaded, working["peak"], end)]
     print(f"{row:24} {size / 1e6:6.0f} MB; while loading {share[0]:.2f}x, loaded {share[1]:.2f}x; "
           f"made parallel and sampled: peak {share[2]:.2f}x, after {share[3]:.2f}x")  # fmt: skip
     close_workers()
 
 
-def write_model(folder: str, megabytes: int) -> None:
+def write_model(folder: str, megabytes: int, form: str) -> None:
     set_up()
     from ferry_support.tiny_patchers import PATCHERS
     from safetensors.torch import save_file
@@ -144,7 +147,12 @@ def write_model(folder: str, megabytes: int) -> None:
     model = PATCHERS["wan"].build(
         dim=768, ffn_dim=3072, num_heads=12, num_layers=layers, text_dim=4096, freq_dim=256
     )
-    state = {name: tensor.clone() for name, tensor in model.model.diffusion_model.state_dict().items()}
+    module = model.model.diffusion_model
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    if form:
+        from ferry_support.quantized_patchers import quantized_state
+
+        state = quantized_state(module, form)
     save_file(state, os.path.join(folder, "model.safetensors"))
 
 
@@ -153,21 +161,24 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--quantized", default="")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS))
     parser.add_argument("--row")
     parser.add_argument("--folder")
     arguments = parser.parse_args()
     sys.argv = sys.argv[:1]
     if arguments.row == "write":
-        write_model(arguments.folder, arguments.megabytes)
+        write_model(arguments.folder, arguments.megabytes, arguments.quantized)
     elif arguments.row:
         run(arguments.row, arguments.folder, lora=arguments.lora, fp8=arguments.fp8)
     else:
         flags = [flag for flag in ("lora", "fp8") if getattr(arguments, flag)]
-        print(f"{arguments.megabytes} MB {' '.join(flags)}", flush=True)
+        print(f"{arguments.megabytes} MB {' '.join(flags)} {arguments.quantized}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            for row in ("write", *ROWS):
+            for row in ("write", *arguments.rows):
                 command = [sys.executable, __file__, "--row", row, "--folder", folder]
                 command += ["--megabytes", str(arguments.megabytes), *(f"--{flag}" for flag in flags)]
+                command += ["--quantized", arguments.quantized] if row == "write" else []
                 subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
 

@@ -36,13 +36,14 @@ def quantized_patcher(
     with torch.inference_mode():
         settings.set_inference_dtype(dtype, dtype)
         model = settings.get_model({}, "")
-        model.diffusion_model.load_state_dict(_checkpoint(plain.diffusion_model, form, input_scales))
+        model.diffusion_model.load_state_dict(quantized_state(plain.diffusion_model, form, input_scales))
         return comfy.model_patcher.ModelPatcher(
             model, load_device=torch.device(load_device), offload_device=torch.device("cpu")
         )
 
 
-def _checkpoint(module: nn.Module, form: str, input_scales: bool) -> dict[str, torch.Tensor]:
+def quantized_state(module: nn.Module, form: str, input_scales: bool = True) -> dict[str, torch.Tensor]:
+    """Return a model's weights as a quantized file holds them."""
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
     state = dict(module.state_dict())

@@ -77,13 +77,14 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-def with_lora(model: Any, strength: float = 1.0) -> Any:
-    """Return the MODEL with a LoRA on every Linear of its first block."""
+def with_lora(model: Any, strength: float = 1.0, *, everywhere: bool = False) -> Any:
+    """Return the MODEL with a LoRA on every Linear of its first block, or of all of them."""
     import comfy.sd
 
     state: dict[str, torch.Tensor] = {}
     for name, weight in model.model.diffusion_model.state_dict().items():
-        if ".0." in name and name.endswith(".weight") and weight.ndim == 2:
+        chosen = ".0." in name or (everywhere and "blocks." in name)
+        if chosen and name.endswith(".weight") and weight.ndim == 2:
             base = f"diffusion_model.{name.removesuffix('.weight')}"
             state[f"{base}.lora_up.weight"] = 0.1 * noise(weight.shape[0], 4)
             state[f"{base}.lora_down.weight"] = 0.1 * noise(4, weight.shape[1], seed=1)
