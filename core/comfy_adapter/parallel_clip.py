@@ -98,7 +98,7 @@ class TextRun:
     def load(self, patches: Mapping[str, Any], patches_uuid: Any, *, force_cast: bool) -> None:
         """Start the workers if need be and give them the transformers with these patches."""
         needs = {path: check_room(part, self.devices) for path, part in self.parts.items()}
-        group = acquire_group(self.devices)
+        group = acquire_group(self.devices, parts=list(self.parts.values()))
         for path, part in self.parts.items():
             mine = {name: each for name, each in patches.items() if name.startswith(part.patch_prefix)}
             load_part(group, part, mine, patches_uuid, force_cast=force_cast, needs=needs[path])

@@ -89,7 +89,7 @@ class ParallelRun:
             compute_bytes=self.compute_bytes,
             ray_address=self.ray_address,
         )
-        group = acquire_group(self.devices, self.ray_address)
+        group = acquire_group(self.devices, self.ray_address, parts=[part])
         self.token = model_token(model)
         version = (patches_uuid, self.acceleration)
         load_part(

@@ -39,7 +39,7 @@ class PartLoader(RemotePatcher):
     ) -> int:
         """Start the workers if need be and give them the module."""
         needs = check_room(self.part, self.devices)
-        load_part(acquire_group(self.devices), self.part, {}, None, needs=needs)
+        load_part(acquire_group(self.devices, parts=[self.part]), self.part, {}, None, needs=needs)
         return 0
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:

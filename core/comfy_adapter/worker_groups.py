@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import WorkerError
@@ -23,14 +23,14 @@ from .worker_group import WorkerGroup
 from .worker_notices import loss_notice
 from .worker_parts import WorkerPart
 from .worker_room import ModelNeeds, StreamRequest, model_needs, weight_room
-from .worker_start import start_pool
+from .worker_start import start_pool_while
 
 # How soon a person hears that idle workers are gone.
 _LOOK_EVERY_S = 1.0
 _log = get_logger("workers")
 
 
-def _share_weights(part: WorkerPart) -> tuple[HostWeights, bool]:
+def share_weights(part: WorkerPart) -> tuple[HostWeights, bool]:
     """Return the module's shared weights, and whether they differ from those that workers may hold."""
     weights = _weights.get(part.owner)
     changed = None if weights is None else weights.refresh(part.module)
@@ -75,15 +75,22 @@ def load_part(
         needs: What it needs of a worker's GPU.
     """
     token = model_token(part.owner)
-    weights, changed = _share_weights(part)
+    weights, changed = share_weights(part)
     if changed:
         group.unload(token)
     group.load(token, part, weights, needs)
     group.patch(token, patches, version, force_cast=force_cast, acceleration=acceleration)
 
 
-def acquire_group(devices: tuple[str, ...], ray_address: str = "") -> WorkerGroup:
+def acquire_group(
+    devices: tuple[str, ...], ray_address: str = "", *, parts: Sequence[WorkerPart] = ()
+) -> WorkerGroup:
     """Return the running group of these devices and this cluster, starting it if need be.
+
+    Args:
+        devices: Device of each worker.
+        ray_address: Of the cluster; "": this machine.
+        parts: What they are to load: the weights are brought into shared memory while workers start.
 
     Raises:
         RequestError: If the cluster cannot run them.
@@ -94,7 +101,10 @@ def acquire_group(devices: tuple[str, ...], ray_address: str = "") -> WorkerGrou
         if _current is not None and not _matches(_current, devices, ray_address):
             _close_group()
         if _current is None:
-            pool = start_pool(devices, ray_address=ray_address, again=_lost_because is not None)
+            how = {"ray_address": ray_address, "again": _lost_because is not None}
+            # A cluster may still refuse, so nothing is brought anywhere for it before.
+            early = [] if ray_address else parts
+            pool = start_pool_while(lambda: [share_weights(part) for part in early], devices, **how)
             _current, _lost_because = WorkerGroup(devices, pool, ray_address), None
         if _unloader is None:
             _unloader = threading.Thread(target=_unload_dead_models, name="ferry-unload", daemon=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +30,61 @@ _VERSION_FILE = "comfyui_version.py"
 _FOLDER_OPTION = re.compile(r"--[a-z-]*(directory|root|config|url|path)(=|$)")
 
 
-def start_pool(devices: tuple[str, ...], *, again: bool, ray_address: str = "") -> RankEngine:
+class _GivenUpError(BaseException):
+    """What was done meanwhile failed, so the workers are not wanted."""
+
+
+def start_pool_while(
+    meanwhile: Callable[[], object], devices: tuple[str, ...], *, again: bool, ray_address: str = ""
+) -> RankEngine:
+    """Start workers, as ``start_pool`` does, while this thread does what needs none.
+
+    Args:
+        meanwhile: Called here; what it raises ends the start.
+        devices: Their devices.
+        again: Whether others were lost before.
+        ray_address: Of their cluster.
+    """
+    started: Future[RankEngine] = Future()
+    given_up = threading.Event()
+
+    def poll() -> None:
+        check_interrupt()
+        if given_up.is_set():
+            raise _GivenUpError
+
+    def start() -> None:
+        try:
+            started.set_result(start_pool(devices, again=again, ray_address=ray_address, poll=poll))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+            started.set_exception(error)
+
+    # A daemon: ComfyUI that ends meanwhile does not wait for it, and the workers end with ComfyUI.
+    threading.Thread(target=start, name="ferry-start", daemon=True).start()
+    try:
+        meanwhile()
+        return started.result()
+    except BaseException:
+        given_up.set()
+        with contextlib.suppress(BaseException):
+            started.result().close()
+        raise
+
+
+def start_pool(
+    devices: tuple[str, ...],
+    *,
+    again: bool,
+    ray_address: str = "",
+    poll: Callable[[], None] | None = None,
+) -> RankEngine:
     """Start one worker a device, or none; Cancel ends the start.
 
     Args:
         devices: Their devices.
         again: Whether others were lost before.
         ray_address: Of the cluster that they are to run on; "": on this machine.
+        poll: Called while waiting; what it raises ends the start. None: Cancel alone does.
 
     Raises:
         RequestError: If the cluster cannot run them.
@@ -42,11 +93,12 @@ def start_pool(devices: tuple[str, ...], *, again: bool, ray_address: str = "") 
     _log.info("starting %d workers on %s", len(devices), ", ".join(devices))
     WorkerNotice("starting", len(devices)).send()
     start_s = time.monotonic()
+    poll = poll or check_interrupt
     try:
         if ray_address:
-            pool = ClusterPool.start(_cluster_workers(devices), _cluster(ray_address), poll=check_interrupt)
+            pool = ClusterPool.start(_cluster_workers(devices), _cluster(ray_address), poll=poll)
         else:
-            pool = WorkerPool.start(_spec(devices), poll=check_interrupt)
+            pool = WorkerPool.start(_spec(devices), poll=poll)
     except WorkerError as error:
         loss_notice(str(error), len(devices)).send()
         raise

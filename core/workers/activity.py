@@ -64,10 +64,15 @@ class ProcessActivity:
         self._quiet_looks = 0
         self.used_s = 0.0  # processor time of the main thread between the last two looks
 
-    def look(self, elapsed_s: float) -> Activity:
+    def look(self, elapsed_s: float, *, wanted: bool = True) -> Activity:
         """Return what it did in the ``elapsed_s`` seconds since the last look.
 
         Only a process whose main thread is quiet costs more than one small file.
+
+        Args:
+            elapsed_s: Since the last look.
+            wanted: Whether it should be doing anything. If not, only its main thread is looked at, since
+                workers stay, idle, for hours.
         """
         main = None if self._main is None else _read(self._main)
         if main is None or main.state in "ZX":
@@ -84,6 +89,9 @@ class ProcessActivity:
         if main.state != "S":  # runnable, on a disk, or held by a debugger
             self._quiet_looks = 0
             return Activity.WAITING
+        if not wanted:
+            self._quiet_looks = 0
+            return Activity.QUIET
         return self._look_at_others(elapsed_s)
 
     def close(self) -> None:

@@ -149,7 +149,7 @@ class StallDetector:
     def _look(
         self, rank: int, numbers: list[int], elapsed_s: float, counted_s: float, *, got_on: bool
     ) -> None:
-        activity = self._processes[rank].look(elapsed_s)
+        activity = self._processes[rank].look(elapsed_s, wanted=bool(numbers))
         if numbers and numbers == self._calls.get(rank) and not got_on:
             # Calls run in their order, so it works on the oldest.
             key = (rank, numbers[0])

@@ -140,14 +140,16 @@ class Watchdog:
             # Taken before looking for replies: one that came in time must not count as late because
             # this process was busy.
             looked_at = time.monotonic()
-            self._take_replies(_TICK_S)
+            self._take_replies(max(0.0, self._looked_at + _TICK_S - looked_at))
             if self._closing:
                 self._note_the_dead()
             if self._failed or self._cause is not None:
                 return False
             if self._closing:
                 return True
-            self._cause = self._find_late(looked_at) or self._find_hanging()
+            # Not after every reply: it would make the next one wait.
+            if looked_at - self._looked_at >= _TICK_S:
+                self._cause = self._find_late(looked_at) or self._find_hanging()
 
     def _note_the_dead(self) -> None:
         """Count a rank that has ended as failed, if calls are under way: they should say why they end.

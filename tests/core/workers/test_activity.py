@@ -54,6 +54,25 @@ def test_a_process_that_computes_is_not(program):
     assert looks(program, 12)[-3:].count(Activity.QUIET) == 0
 
 
+def test_of_a_process_that_need_do_nothing_little_is_read(monkeypatch):
+    """Not its threads, nor all processes of the machine: workers may be idle for hours."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    looked_through, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: looked_through.append(folder) or listdir(folder))
+    activity = ProcessActivity(process.pid)
+    try:
+        until = time.monotonic() + 5
+        while activity.look(0.05, wanted=False) is not Activity.QUIET and time.monotonic() < until:
+            time.sleep(0.05)
+        assert [activity.look(0.05, wanted=False) for _ in range(8)] == [Activity.QUIET] * 8
+        assert looked_through == []
+        activity.look(0.05)
+        assert len(looked_through) == 1
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_stopped_and_an_ended_process():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     activity = ProcessActivity(process.pid)

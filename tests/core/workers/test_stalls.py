@@ -19,7 +19,7 @@ class Seen:
     def __init__(self, activity: Activity):
         self.activity = activity
 
-    def look(self, elapsed_s: float) -> Activity:
+    def look(self, elapsed_s: float, *, wanted: bool = True) -> Activity:
         return self.activity
 
 

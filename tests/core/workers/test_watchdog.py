@@ -178,3 +178,16 @@ def test_a_rank_that_fails_at_start_stops_them_all(way, start_s, expected, monke
 def test_a_setup_that_does_not_import_is_reported_with_its_traceback():
     with pytest.raises(WorkerError, match=r"rank 0 raised AttributeError: .*has no attribute 'register'"):
         WorkerPool.start(cpu_spec(1, setup="core.workers.report"))
+
+
+def test_looking_for_hangs_does_not_hold_up_replies(monkeypatch):
+    """It reads many small files; four times a second is enough, however many calls there are."""
+    with WorkerPool.start(cpu_spec(1)) as pool:
+        looks, find = [], pool._watchdog._stalls.find
+        monkeypatch.setattr(
+            pool._watchdog._stalls, "find", lambda *calls, **how: looks.append(calls) or find(*calls, **how)
+        )
+        begin = time.monotonic()
+        for _ in range(100):
+            pool.call("echo", {"value": 1})
+        assert len(looks) <= (time.monotonic() - begin) / 0.25 + 1
