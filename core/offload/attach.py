@@ -16,6 +16,7 @@ from .checks import check_tensors
 from .config import OffloadConfig
 from .hooks import Unit
 from .module_dicts import ManagedDict
+from .slots import rounded
 from .tensors import Entry, ManagedTensor, make_managed
 from .units import UnitPlan
 
@@ -106,7 +107,7 @@ def set_limits(engine: Engine) -> None:
     largest = max((bucket.nbytes for bucket in engine.store.buckets), default=0)
     limit = engine.config.recompute_cache_bytes
     if limit is None:
-        limit = max(2 * largest, engine.store.streamed_bytes // _CACHE_SHARE)
+        limit = max(2 * rounded(largest), engine.store.streamed_bytes // _CACHE_SHARE)
     engine.residency.cache_limit_bytes = limit
     engine.residency.resident_set_bytes = engine.store.residents.nbytes
     engine.residency.note_peak()

@@ -146,9 +146,7 @@ class _HookPair:
             leaves, rebuild = take_apart(tensor)
             handles = [self._handle(leaf) for leaf in leaves]
             if any(handles):
-                parts = [
-                    h or _KeptTensor(leaf, leaf._version) for h, leaf in zip(handles, leaves, strict=True)
-                ]
+                parts = [h or _keep(leaf) for h, leaf in zip(handles, leaves, strict=True)]
                 return _Wrapper(rebuild, tuple(parts))
         else:
             handle = self._handle(tensor)
@@ -156,7 +154,7 @@ class _HookPair:
                 return handle
         if self.outer is not None:
             return _OuterValue(self.outer[1], self.outer[0](tensor))
-        return _KeptTensor(tensor, tensor._version)
+        return _keep(tensor)
 
     @uncompiled
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -181,6 +179,8 @@ class _HookPair:
         slot = self.engine.residency.slot_at(tensor.untyped_storage().data_ptr())
         if slot is None or slot.bucket is None:
             return None
+        if self.engine.transfer.is_recording():
+            return None  # the recording reads this very memory at every replay
         bucket = slot.bucket
         offset = int(tensor.storage_offset())
         segment = bucket.segment_at(offset * tensor.dtype.itemsize)
@@ -198,6 +198,13 @@ class _HookPair:
             is_conj=tensor.is_conj(),
             is_neg=tensor.is_neg(),
         )
+
+
+def _keep(tensor: torch.Tensor) -> _KeptTensor:
+    # Without its history: an operation that keeps its own output would keep itself, and what came before it,
+    # alive for good if no backward follows.
+    kept = tensor if tensor.grad_fn is None else tensor.detach()
+    return _KeptTensor(kept, tensor._version)
 
 
 class SavedTensorHooks:

@@ -84,13 +84,13 @@ class SlotPool:
 
         One that is kept has no byte more than it needs: it is not there for others later.
         """
-        largest = _rounded(nbytes) if is_kept else max(2 * nbytes, _SMALL_BYTES)
+        largest = rounded(nbytes) if is_kept else max(2 * nbytes, _SMALL_BYTES)
         suits = [slot for slot in self._free if nbytes <= slot.capacity_bytes <= largest]
         if suits:
             slot = min(suits, key=lambda candidate: candidate.capacity_bytes)
             self._free.remove(slot)
             return slot
-        slot = Slot(self._transfer, _rounded(nbytes))
+        slot = Slot(self._transfer, rounded(nbytes))
         self.allocated_bytes += slot.capacity_bytes
         return slot
 
@@ -113,14 +113,20 @@ class SlotPool:
         self._free.append(slot)
 
     def trim(self, limit_bytes: int) -> None:
-        """Give free slots back to the allocator, oldest first, until at most ``limit_bytes`` are free."""
+        """Give free slots back to the allocator until at most ``limit_bytes`` are free.
+
+        Smallest first: the largest ones, those of whole blocks, stay where they are from step to step, which
+        recorded CUDA graphs rely on.
+        """
         free_bytes = sum(slot.capacity_bytes for slot in self._free)
         while self._free and free_bytes > limit_bytes:
-            slot = self._free.pop(0)
+            slot = min(self._free, key=lambda free: free.capacity_bytes)
+            self._free.remove(slot)
             free_bytes -= slot.capacity_bytes
             self.allocated_bytes -= slot.capacity_bytes
             self._transfer.discard(slot.flat, slot.lease)
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
+    """Return the size of a slot for ``nbytes``."""
     return -(-max(nbytes, 1) // _GRANULE_BYTES) * _GRANULE_BYTES

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from comfyui_ferry.core.errors import OffloadError
@@ -42,6 +44,16 @@ def test_inspecting_a_graph_gives_the_weight_and_lets_go_of_it():
     assert manager.resident_bytes > 0
     del saved
     assert manager.resident_bytes == 0
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind():
+    """An operation that keeps its own output (tanh) must not keep itself alive with it."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+    kept = []
+    model[1].register_forward_hook(lambda _, args, output: kept.append(weakref.ref(output)))
+    with OffloadTrainingManager(model, "cpu"):
+        model(inputs(0)).sum()
+        assert [reference() for reference in kept] == [None]
 
 
 def test_lazy_conjugates_and_negatives_of_weights():
