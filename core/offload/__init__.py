@@ -11,7 +11,8 @@ memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena``
 gradients arrive and are added; ``host_steps``, ``fused_steps`` and ``overlapped_steps`` the optimizer's
 step on the host; ``layer_major`` accumulation block by block; ``retry`` what follows running out of
 memory; ``unobserved`` keeps the engine's own operations out of sight; ``modulation`` keeps what small
-frozen layers returned, ``modulation_layers`` and ``modulation_store`` say for which layers and how;
+frozen layers returned, ``modulation_layers`` and ``modulation_store`` say for which layers and how, and
+``external_reads`` how that goes together with CUDA graphs;
 ``planner`` and ``prediction`` decide what stays on the target, from what ``tuner`` and ``step_timer``
 measure; ``pinning``, ``staging`` and ``shared_masters`` are the arena's limits, the way around them,
 and one host copy for several processes.
@@ -22,6 +23,7 @@ holds what several models share, ``stream_block``, ``stream_masters`` and ``stre
 block's tensors, bytes and place in the model. ``weight_files`` reads safetensors without a copy.
 """
 
+from .external_reads import Reader, reading
 from .layer_major import BlockSequence, backward_layer_major
 from .manager import OffloadTrainingManager
 from .modulation import ModulationCache
@@ -56,6 +58,7 @@ __all__ = [
     "OffloadStats",
     "OffloadTrainingManager",
     "Prediction",
+    "Reader",
     "ResidencyPlan",
     "SharedMasters",
     "StepStats",
@@ -69,6 +72,7 @@ __all__ = [
     "least_stream_bytes",
     "plan_residency",
     "point_at",
-    "retry_on_oom",
     "predict",
+    "reading",
+    "retry_on_oom",
 ]

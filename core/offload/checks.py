@@ -6,6 +6,7 @@ What this module does not do: it changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,6 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import OffloadError, RequestError
 from .config import OffloadConfig
 from .tensors import ManagedTensor
+
+if TYPE_CHECKING:
+    from .buckets import Bucket
+    from .transfer import Transfer
 
 
 def check_model(model: nn.Module) -> None:
@@ -138,3 +143,16 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:  # torch's answer for a wrapper's storage
         return False
+
+
+def check_recordable(bucket: Bucket, transfer: Transfer) -> None:
+    """Check that a bucket does not come in while its user is recorded as a CUDA graph.
+
+    Raises:
+        OffloadError: If it would: a replay would neither bring it in nor wait for it.
+    """
+    if bucket.pins == 0 and transfer.is_recording():
+        raise OffloadError(
+            f"the weights of {bucket.name} came in while a CUDA graph was recorded. Record only modules that "
+            "move as a whole."
+        )

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.variable import Variable
 
 from .buckets import Bucket, Segment
-from .checks import check_trainable
+from .checks import check_recordable, check_trainable
 from .config import OffloadConfig
 from .gradients import HostGradients
 from .holding import Holding
@@ -286,6 +286,7 @@ class Engine:
     def _use(self, bucket: Bucket, scope: Scope) -> None:
         if id(bucket) in scope.buckets:
             return
+        check_recordable(bucket, self.transfer)
         self.residency.fetch(bucket)
         if not bucket.is_bound:
             check_trainable(bucket.tensors)

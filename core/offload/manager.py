@@ -77,6 +77,7 @@ class OffloadTrainingManager:
 
     Attributes:
         modulation_cache: None unless ``modulation`` was given.
+        tuner: What plans within ``budget``; None without one, or with a ``plan``.
 
     Raises:
         RequestError: If a value is out of range or a tensor cannot be managed; nothing changed then.
@@ -104,7 +105,7 @@ class OffloadTrainingManager:
         self._hooked: list[weakref.ref[nn.Module]] = []
         self._model_ref: weakref.ref[nn.Module] | None = None
         self._num_units = 0
-        self._tuner: ResidencyTuner | None = None
+        self.tuner: ResidencyTuner | None = None
         self._plan = plan
         config = OffloadConfig.from_request(
             target_device,
@@ -126,7 +127,7 @@ class OffloadTrainingManager:
         engine.store.pinning, engine.store.shared_masters = pinning, shared_masters
         self._attach(model, engine)
         if budget is not None and plan is None:
-            self._tuner = ResidencyTuner(engine, budget)
+            self.tuner = ResidencyTuner(engine, budget)
 
     def after_backward(self) -> None:
         """Finish a backward: gradients are complete on their device, only the resident set is on the target.
@@ -140,13 +141,13 @@ class OffloadTrainingManager:
             self._engine.settle()
             self._engine.end_all_tasks()
             self._engine.transfer.clock.end(self._engine.transfer.moved_bytes)
-            if self._tuner is not None:
-                self._tuner.after_step()
+            if self.tuner is not None:
+                self.tuner.after_step()
 
     @property
     def residency_plan(self) -> ResidencyPlan | None:
         """What stays on the target and what a step is expected to cost; None while there is no plan."""
-        return self._plan if self._tuner is None else self._tuner.plan
+        return self._plan if self.tuner is None else self.tuner.plan
 
     def lower_residency(self, nbytes: int) -> int:
         """Give back target memory of weights that stay, between steps; return how many bytes that frees.
@@ -260,11 +261,7 @@ class OffloadTrainingManager:
         return list(self._holders)
 
     def running_engine(self) -> Engine:
-        """Return the engine, for the parts of this package that work with it.
-
-        Raises:
-            OffloadError: If the manager was removed.
-        """
+        """Return the engine, for the parts of this package that work with it; refuse if it was removed."""
         if self._engine is None:
             raise OffloadError("This OffloadTrainingManager was removed. Attach a new one.")
         return self._engine

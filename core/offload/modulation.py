@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from ..errors import RequestError
 from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
+from .external_reads import active_reader
 from .modulation_layers import CachedLayer, ModulationPlan, find_layers, is_observed, is_plain
 from .modulation_store import InputKey, InputKeys, OutputStore
 
@@ -52,7 +53,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.is_probing = False
         self.is_filling = False
-        self.keys: dict[int, InputKey | None] = {}
+        self.keys: dict[int, InputKey | Tensor | None] = {}  # a tensor: the key is to be read when needed
 
 
 class ModulationCache:
@@ -187,9 +188,12 @@ class ModulationCache:
         if len(args) == 1 and not kwargs and is_plain(args[0]):
             if self._thread.is_probing:
                 raise _Captured(args[0].detach().clone())
-            key = self._keys.key(args[0])
-            if self._fills_on_miss and key is not None and not self._thread.is_filling:
-                self._fill_unknown(key, args[0])
+            if active_reader() is not None:
+                key = args[0]
+            else:
+                key = self._keys.key(args[0])
+                if self._fills_on_miss and key is not None and not self._thread.is_filling:
+                    self._fill_unknown(key, args[0])
         keys = self._thread.keys
         before, keys[id(parent)] = keys.get(id(parent)), key
         try:
@@ -202,7 +206,11 @@ class ModulationCache:
         key = self._thread.keys.get(id(layer.parent))
         if key is None or len(args) != 1 or kwargs or not layer.may_be_cached(args[0]):
             return forward(*args, **kwargs)
-        if is_observed():
+        reader = active_reader()
+        if reader is not None and isinstance(key, Tensor):
+            recorded = reader.read(key, lambda argument: self._output_for(argument, layer))
+            return forward(*args, **kwargs) if recorded is None else recorded.clone()
+        if is_observed() or isinstance(key, Tensor):
             return forward(*args, **kwargs)
         found = self._store.find(key, layer)
         if found is not None:
@@ -216,6 +224,15 @@ class ModulationCache:
         if is_plain(output) and not output.requires_grad:
             self._store.put(key, layer, output)
         return output
+
+    def _output_for(self, argument: Tensor, layer: CachedLayer) -> Tensor | None:
+        """Return the stored output for an argument of the module around the layer; not to be written to."""
+        key = self._keys.key(argument) if self.is_active else None
+        found = None if key is None else self._store.find(key, layer)
+        if key is not None and found is not None:
+            self.num_hits += 1
+            self._store.note_use(key)
+        return found
 
     def _fill_unknown(self, key: InputKey, argument: Tensor) -> None:
         """Compute every layer for an input that nobody foresaw, if there is room for all outputs."""

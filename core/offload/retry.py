@@ -44,6 +44,7 @@ def retry_on_oom(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     snapshot_optimizer: bool = False,
+    release: Callable[[], bool] | None = None,
 ) -> R:
     """Run a batch's forward and backward, and again with less on the target while it is out of memory.
 
@@ -55,6 +56,8 @@ def retry_on_oom(
         snapshot_optimizer: Copy parameters and optimizer state to the host before the step, so that it
             can be repeated even if it ran out of memory half way. Without it such a step ends in an
             error; one that found no memory for new state is repeated either way.
+
+        release: Gives other memory back, before any weights are: returns whether it had some.
 
     Returns:
         What ``forward_backward`` returned.
@@ -72,14 +75,16 @@ def retry_on_oom(
             way_out="Remove the overlap, or do without retries",
         )
     state = _StepState(manager.holders, engine)
-    result = _repeat(engine, forward_backward, undo=state.restore)
+    result = _repeat(engine, forward_backward, undo=state.restore, release=release)
     if optimizer is not None:
         before = _OptimizerState(optimizer, with_copies=snapshot_optimizer)
-        _repeat(engine, optimizer.step, undo=before.restore)
+        _repeat(engine, optimizer.step, undo=before.restore, release=release)
     return result
 
 
-def _repeat(engine: Engine, run: Callable[[], R], *, undo: Callable[[], None]) -> R:
+def _repeat(
+    engine: Engine, run: Callable[[], R], *, undo: Callable[[], None], release: Callable[[], bool] | None
+) -> R:
     while True:
         try:
             return run()
@@ -89,17 +94,19 @@ def _repeat(engine: Engine, run: Callable[[], R], *, undo: Callable[[], None]) -
             failure = error.with_traceback(None)
         engine.end_hold()
         undo()
-        freed = _give_back(engine)
+        freed = _give_back(engine, release)
         if freed is None:
             raise failure
         _log.info("out of memory on %s; %s, and the batch is repeated", engine.config.target_device, freed)
 
 
-def _give_back(engine: Engine) -> str | None:
+def _give_back(engine: Engine, release: Callable[[], bool] | None) -> str | None:
     """Lower what stays on the target; return what was done, or None if nothing was left to do."""
     residency = engine.residency
     done = None
-    if residency.kept_buckets():
+    if release is not None and release():
+        done = "memory for speed alone was given back"
+    elif residency.kept_buckets():
         freed_bytes = lower_residency(engine, max(1, residency.kept_bytes // _SHARE))
         done = f"{freed_bytes} bytes of weights that stayed are streamed from now on"
     elif residency.cache_limit_bytes:

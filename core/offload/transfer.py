@@ -96,6 +96,10 @@ class Transfer:
         """Make the current stream wait until the slot's copy is done."""
         lease.settle()
 
+    def is_recording(self) -> bool:
+        """Return whether what is launched now is recorded as a CUDA graph instead of being run."""
+        return False
+
     def finish(self, lease: Lease) -> None:
         """Make the host wait until the slot's copy is done."""
         lease.settle()
@@ -202,12 +206,18 @@ class CudaTransfer(Transfer):
         assert isinstance(lease, CudaLease)
         stream = torch.cuda.current_stream(self.device)
         if stream.cuda_stream not in lease.readers:
+            if self.is_recording():
+                return  # of a block that is in place: whoever records has waited for everything
             lease.settle()
             lease.readers[stream.cuda_stream] = stream
             begin = None if lease.copied.query() else self._begin_wait()
             stream.wait_event(lease.copied)
             if begin is not None:
                 self._end_wait(begin)
+
+    @override
+    def is_recording(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     @override
     def finish(self, lease: Lease) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -116,6 +116,9 @@ class ResidencyTuner:
     Attributes:
         plan: The plan in force, None before the second step.
         is_done: Whether it will not change any more.
+        reserve: Returns how much of the budget others would like to have; they get it if a plan is possible
+            without it.
+        has_reserve: Whether they have it; False before there is a plan.
     """
 
     def __init__(self, engine: Engine, budget: OffloadBudget) -> None:
@@ -128,6 +131,8 @@ class ResidencyTuner:
         self._timed: list[tuple[float, float]] = []
         self.plan: ResidencyPlan | None = None
         self.is_done = False
+        self.reserve: Callable[[], int] = lambda: 0
+        self.has_reserve = False
 
     def after_step(self) -> None:
         """Note that a forward and its backward are over.
@@ -172,13 +177,24 @@ class ResidencyTuner:
         budget_bytes = self._budget.vram_bytes(self._device)
         if budget_bytes is None:
             budget_bytes = profile.other_bytes + 10 * profile.total_bytes
-        self.plan = plan_residency(
+        reserve = self.reserve()
+        try:
+            self.plan = self._plan(profile, budget_bytes - reserve)
+            self.has_reserve = True
+        except RequestError:
+            if not reserve:
+                raise
+            self.plan = self._plan(profile, budget_bytes)
+            self.has_reserve = False
+        apply_plan(self._engine, self.plan)
+
+    def _plan(self, profile: OffloadProfile, budget_bytes: int) -> ResidencyPlan:
+        return plan_residency(
             profile,
             vram_budget_bytes=budget_bytes,
             ram_budget_bytes=self._budget.ram_bytes,
             pin_budget_bytes=self._budget.pin_bytes,
         )
-        apply_plan(self._engine, self.plan)
 
     def _measure(self, timer: StepTimer, step_s: float) -> OffloadProfile:
         """Return the step's profile; a pass's time is shared out by the buckets' bytes."""

@@ -22,6 +22,7 @@ from .nan_guard import Trouble, find_layer
 from .noise_levels import LOSS_WEIGHTINGS, MIN_SNR_GAMMA, TIMESTEP_SAMPLINGS, NoiseLevels, shifted
 from .optimizer import OPTIMIZERS
 from .out_of_place import OutOfPlace
+from .recorded_blocks import RecordedBlocks
 from .schedule import SCHEDULES, learning_rate_factor
 from .self_check import check_managed_bytes, check_same_output, model_bytes
 from .shares import Helpers, MicroStep, Share, check_shares
@@ -52,6 +53,7 @@ __all__ = [
     "MicroStep",
     "OffloadSettings",
     "OutOfPlace",
+    "RecordedBlocks",
     "RectifiedFlow",
     "Sample",
     "SampleOrder",

@@ -9,15 +9,16 @@ instead of ``torch.utils.checkpoint``, because
   found; from then on autograd's check of the kept inputs would find it;
 - it works if no input carries a gradient, as in front of the first adapter.
 
-The model's last block is run once only: the backward begins with it, so what it keeps costs no more
-memory than computing it again would.
+The model's last block is run once only, unless asked otherwise: the backward begins with it, so what it
+keeps costs no more memory than computing it again would.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +37,22 @@ _TOLERANCE = 1e-2
 
 
 class BlockCheckpointing:
-    """Checkpointing of a model's blocks; to be installed before whatever must run inside it again."""
+    """Checkpointing of a model's blocks; to be installed before whatever must run inside it again.
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks = blocks
+    Args:
+        blocks: The blocks, in the order in which they run.
+        keeps_last: Whether the last one keeps what it makes and is not computed again. False for blocks that
+            are recorded: their memory is there for all of them.
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, keeps_last: bool = True) -> None:
+        self.blocks = list(blocks)
+        self.checkpointed = self.blocks[:-1] if keeps_last else self.blocks
         self._installed: list[nn.Module] = []
 
     def install(self) -> None:
-        """Wrap every block but the last one."""
-        for block in self.blocks[:-1]:
+        """Wrap the blocks."""
+        for block in self.checkpointed:
             install_hook(block.module, _HOOK, _CheckpointHook(block.path))
             self._installed.append(block.module)
 
@@ -53,6 +61,27 @@ class BlockCheckpointing:
         for module in self._installed:
             remove_hook(module, _HOOK)
         self._installed.clear()
+
+
+class _Wanted(threading.local):
+    outputs: tuple[bool, ...] | None = None
+
+
+_wanted = _Wanted()
+
+
+def wanted_outputs() -> tuple[bool, ...] | None:
+    """Return which of a block's output tensors have a gradient, while it is computed again; else None."""
+    return _wanted.outputs
+
+
+@contextlib.contextmanager
+def _wanting(outputs: Sequence[bool]) -> Iterator[None]:
+    before, _wanted.outputs = _wanted.outputs, tuple(outputs)
+    try:
+        yield
+    finally:
+        _wanted.outputs = before
 
 
 class _CheckpointHook(ModuleHook):
@@ -174,7 +203,8 @@ class _Recompute(torch.autograd.Function):
             for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         call: _Call = ctx.call
-        with torch.enable_grad(), call.random.restored() if call.random else contextlib.nullcontext():
+        restored = call.random.restored() if call.random else contextlib.nullcontext()
+        with torch.enable_grad(), restored, _wanting([gradient is not None for gradient in gradients]):
             outputs = call.run(inputs)
         if call.probes is not None and not call.hook.compared:
             call.hook.check_recomputed(call.probes, outputs)

@@ -121,6 +121,8 @@ class OffloadSettings:
         vram_budget_gb: Device memory for the whole training, in GB (10**9 bytes); weights for which it has
             room stay there. 0: what is free (on the CPU: all are streamed).
         ram_budget_gb: Host memory for the weights, in GB; 0: no limit.
+        record_blocks: On a CUDA device, replay checkpointed blocks as CUDA graphs where they can be. A block
+            then moves as a whole, unless ``split_threshold_mb`` says otherwise.
     """
 
     enabled: bool = True
@@ -129,6 +131,7 @@ class OffloadSettings:
     modulation_cache_mb: float = 128.0
     vram_budget_gb: float = 0.0
     ram_budget_gb: float = 0.0
+    record_blocks: bool = True
 
     def __post_init__(self) -> None:
         if self.split_threshold_mb is not None:
