@@ -34,7 +34,15 @@ QWEN_TARGETS = (
 RANK = 32
 ROWS = {
     "toy": ("gpu only", "gpu only, fused", "ferry", "ferry, overlapped", "diffsynth"),
-    "qwen": ("gpu only", "ferry", "ferry, modulation", "ferry, budget", "diffsynth", "musubi"),
+    "qwen": (
+        "gpu only",
+        "ferry",
+        "ferry, not recorded",
+        "ferry, modulation",
+        "ferry, budget",
+        "diffsynth",
+        "musubi",
+    ),
 }
 RIVALS = ("diffsynth", "musubi")
 
@@ -56,6 +64,7 @@ class Job:
         manager: Our manager once attached, for its statistics.
         ahead: What was computed ahead by the row with a modulation cache: for how many ``steps``, in how
             many ``seconds``.
+        recorded: Our recordings of the blocks, if there are any.
     """
 
     work: str
@@ -67,6 +76,7 @@ class Job:
     budget_gb: float
     manager: Any = field(default=None)
     ahead: dict[str, float] = field(default_factory=dict)
+    recorded: Any = field(default=None)
 
     def build(self) -> Step:
         """Return one training step."""
@@ -176,18 +186,15 @@ def _build_qwen(job: Job) -> Step:
         model = QwenImageTransformer2DModel(**sizes)
     model.requires_grad_(False)
     model.train()
-    if job.row.startswith("ferry"):
-        training = load_ferry("training")
-        training.BlockCheckpointing(training.find_blocks(model)).install()
-    else:
-        model.enable_gradient_checkpointing()
+    record = _checkpoint(job, model)
     loras = nn.ModuleList()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(name.endswith("." + target) for target in QWEN_TARGETS):
             loras.append(Lora(module, job.device))
             loras[-1].add_to(module)  # pyright: ignore[reportCallIssue]
     step_end = _attach_qwen(job, model)
-    optimizer = torch.optim.AdamW(loras.parameters(), lr=1e-4)
+    record()
+    optimizer = torch.optim.AdamW(loras.parameters(), lr=1e-4, fused=job.device != "cpu" or None)
     side = 2 if job.is_tiny else job.pixels // 16
     tokens, width = (8, 32) if job.is_tiny else (256, 3584)
     inputs = {
@@ -218,6 +225,21 @@ def _build_qwen(job: Job) -> Step:
         optimizer.zero_grad()
 
     return step
+
+
+def _checkpoint(job: Job, model: Any) -> Step:
+    """Switch checkpointing on; return what records the blocks, once the model has its engine."""
+    if not job.row.startswith("ferry"):
+        model.enable_gradient_checkpointing()
+        return lambda: None
+    training = load_ferry("training")
+    blocks = training.find_blocks(model)
+    is_recorded = "not recorded" not in job.row and job.device != "cpu"
+    training.BlockCheckpointing(blocks, keeps_last=not is_recorded).install()
+    if is_recorded:
+        job.recorded = training.RecordedBlocks(blocks, job.device)
+        return job.recorded.install
+    return lambda: None
 
 
 def _attach_qwen(job: Job, model: nn.Module) -> Step:

@@ -8,7 +8,8 @@
 
 Every row runs in a process of its own, ``--repeat`` times, so one that fails or is out of memory ends
 no other. A row is the median over all repeats' timed steps, with their range; the peak is the highest
-``torch.cuda.max_memory_allocated`` of any repeat. ``--out`` receives the table and every single time.
+``torch.cuda.max_memory_allocated`` in them of any repeat, and what CUDA graphs keep for themselves.
+``--out`` receives the table and every single time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def run_row(job: Job, *, warm_up: int, steps: int) -> dict[str, Any]:
     for index in range(warm_up + steps):
         if is_cuda:
             torch.cuda.synchronize()
-            if index == 1:
+            if index == warm_up:
                 torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         step()
@@ -50,12 +51,21 @@ def run_row(job: Job, *, warm_up: int, steps: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begin)
     result: dict[str, Any] = {"seconds": seconds, "build_s": build_s}
     if is_cuda:
-        result["peak_bytes"] = torch.cuda.max_memory_allocated()
+        result["peak_bytes"] = torch.cuda.max_memory_allocated() + graph_pool_bytes()
+        result["reserved_bytes"] = torch.cuda.max_memory_reserved()
         result["device"] = torch.cuda.get_device_name()
+    if job.recorded is not None:
+        result["recordings"], result["obstacles"] = job.recorded.num_recordings, job.recorded.obstacles
     if job.manager is not None:
         result["ahead"] = job.ahead
         result["stats"] = {**dataclasses.asdict(job.manager.stats()), "bound": job.manager.stats().bound}
     return result
+
+
+def graph_pool_bytes() -> int:
+    """Return the memory kept for CUDA graphs, which counts as allocated only while they are recorded."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] != (0, 0))
 
 
 def start_row(arguments: argparse.Namespace, row: str, pixels: int) -> dict[str, Any]:

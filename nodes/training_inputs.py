@@ -141,7 +141,8 @@ def advanced_inputs() -> list[Any]:
             min=0.0,
             max=1048576.0,
             step=1.0,
-            tooltip="Parts of the model of at most this many MB move as one; 0: every layer on its own.",
+            tooltip="Parts of the model of at most this many MB move as one. 0: whole blocks on a GPU, "
+            "recorded as CUDA graphs; single layers elsewhere.",
         ),
         extra(
             io.Combo,

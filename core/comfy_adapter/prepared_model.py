@@ -23,6 +23,7 @@ from ..training import (
     LoraConfig,
     OffloadSettings,
     OutOfPlace,
+    RecordedBlocks,
     SampleSource,
     Training,
     TrainingConfig,
@@ -40,6 +41,7 @@ from .training_session import TrainingSession
 
 # The first teaches the order of the copies, the second is measured; then there is a plan.
 _REHEARSED_PASSES = 2
+_MB = 2**20
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,25 @@ class PreparedNetwork:
         rewriting: The out-of-place methods.
         manager: The offload engine, None without.
         has_budget: Whether it plans what stays on the device, from the second pass on.
+        recorded: The recordings of its blocks, None if there are to be none.
     """
 
     adapters: LoraAdapters
     rewriting: OutOfPlace
     manager: OffloadTrainingManager | None
     has_budget: bool = False
+    recorded: RecordedBlocks | None = None
 
     def run_passes(self, passes: Callable[[], Any]) -> Any:
         """Run the passes of a step; if they run out of memory, keep less on the device and repeat them."""
-        return passes() if self.manager is None else retry_on_oom(self.manager, passes)
+        if self.manager is None:
+            return passes()
+        if self.recorded is None:
+            return retry_on_oom(self.manager, passes)
+        tuner = self.manager.tuner
+        # Its plan leaves room for recordings if it can; until there is one, blocks are only looked at.
+        self.recorded.may_record = tuner is None or tuner.has_reserve
+        return retry_on_oom(self.manager, passes, release=self.recorded.stop)
 
 
 @contextlib.contextmanager
@@ -74,10 +85,11 @@ def prepared_network(
     gradient_checkpointing: bool,
     shared: SharedMasters | None = None,
 ) -> Iterator[PreparedNetwork]:
-    """Install, from the outside in: checkpointing, adapters, offloading, rewritten methods.
+    """Install, from the outside in: checkpointing, adapters, offloading, recording, rewritten methods.
 
-    A recomputed block has to fetch its weights again, so checkpointing is outside of offloading; the
-    rewritten methods take the place of a module's own forward, so they are innermost.
+    A recomputed block has to fetch its weights again, so checkpointing is outside of offloading; a recording
+    reads them where they were brought to; the rewritten methods take the place of a module's own forward, so
+    they are innermost.
 
     Args:
         denoiser: The diffusion model, without gradients.
@@ -89,21 +101,26 @@ def prepared_network(
         shared: Memory for its weights that other processes map too.
     """
     with contextlib.ExitStack() as stack:
-        if gradient_checkpointing:
-            blocks = BlockCheckpointing(find_blocks(denoiser))
-            stack.callback(blocks.remove)
-            blocks.install()
+        can_record = offload.enabled and gradient_checkpointing and device.type == "cuda"
+        records = can_record and offload.record_blocks
+        blocks = find_blocks(denoiser) if gradient_checkpointing else []
+        checkpointing = BlockCheckpointing(blocks, keeps_last=not records)
+        stack.callback(checkpointing.remove)
+        checkpointing.install()
         adapters = LoraAdapters(select_targets(denoiser, lora.targets), lora, seed=seed, device=device)
         stack.enter_context(adapters)
-        manager = budget = None
+        manager = budget = recorded = None
         if offload.enabled:
             budget = _budget(offload, device)
+            threshold_mb = offload.split_threshold_mb
+            if records and threshold_mb is None:
+                threshold_mb = max((model_bytes(block.module) for block in blocks), default=0) / _MB or None
             expected_bytes = model_bytes(denoiser)
             manager = OffloadTrainingManager(
                 denoiser,
                 device,
                 enable_optimizer_cpu_offload=offload.optimizer_on_cpu,
-                cpu_offload_split_threshold=offload.split_threshold_mb,
+                cpu_offload_split_threshold=threshold_mb,
                 modulation=modulation_plan(denoiser, limit_mb=offload.modulation_cache_mb),
                 budget=budget,
                 shared_masters=shared,
@@ -111,9 +128,15 @@ def prepared_network(
             stack.callback(manager.remove)
             stats = manager.stats()
             check_managed_bytes(stats.streamed_bytes + stats.resident_set_bytes, expected_bytes)
+        if manager is not None and records:
+            recorded = RecordedBlocks(blocks, device)
+            stack.callback(recorded.remove)
+            recorded.install()
+            if manager.tuner is not None:
+                manager.tuner.reserve = lambda: recorded.needed_bytes
         rewriting = OutOfPlace(denoiser)
         stack.callback(rewriting.remove)
-        yield PreparedNetwork(adapters, rewriting, manager, budget is not None)
+        yield PreparedNetwork(adapters, rewriting, manager, budget is not None, recorded)
 
 
 def _budget(offload: OffloadSettings, device: torch.device) -> OffloadBudget | None:
