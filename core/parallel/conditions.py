@@ -25,11 +25,12 @@ class Conditional(Protocol):
 
 def applies(rule: Conditional, module: nn.Module, model: nn.Module) -> bool:
     """Return whether the conditions of a rule let it apply to a module of the model."""
-    having = not rule.having or _has(rule.having, module, model)
-    return having and not (rule.lacking and _has(rule.lacking, module, model))
+    having = not rule.having or has(rule.having, module, model)
+    return having and not (rule.lacking and has(rule.lacking, module, model))
 
 
-def _has(path: str, module: nn.Module, model: nn.Module) -> bool:
+def has(path: str, module: nn.Module, model: nn.Module) -> bool:
+    """Return whether an attribute is there and true, by its path as in ``Conditional.having``."""
     value: Any = model if path.startswith("/") else module
     for name in path.removeprefix("/").split("."):
         value = getattr(value, name, None)

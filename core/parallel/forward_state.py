@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from ..errors import PlanError
 from .attention.local import AttentionFunction, parse_call
@@ -92,7 +93,9 @@ class ForwardState:
             raise PlanError(f"stream {name!r} was opened twice without a gather between")
         self._open[name] = Stream(name, split_sizes(length, self.num_ranks), self.rank)
         if self._control is not None and self._control[0].stream == name:
-            _cut_residuals(*self._control, self._open[name])
+            residuals, control = self._control
+            behind = self.streams(residuals.run_into[1:])
+            _cut_residuals(residuals, control, self._open[name], behind)
             self._control = None
         return self._open[name]
 
@@ -189,7 +192,9 @@ class ForwardState:
         return call.as_asked(restore_phantoms(output, streams, 1))
 
 
-def _cut_residuals(residuals: ControlResiduals, control: dict[str, Any], stream: Stream) -> None:
+def _cut_residuals(
+    residuals: ControlResiduals, control: dict[str, Any], stream: Stream, behind: Streams
+) -> None:
     """Replace each residual ``[B, n, C]`` for the first ``n`` tokens by this rank's rows of it.
 
     Raises:
@@ -200,7 +205,12 @@ def _cut_residuals(residuals: ControlResiduals, control: dict[str, Any], stream:
             if residual is None:
                 continue
             if residuals.whole:
-                control[key][index] = take(residual, (stream,), 1)
+                rows = take(residual, (stream,), 1)
+                if key in residuals.run_into:
+                    carried = stream.carried_length + sum(other.carried_length for other in behind)
+                    more = min(stream.length, carried) - stream.carried_length
+                    rows = F.pad(rows, (0, 0, 0, max(0, more)))
+                control[key][index] = rows
                 continue
             num_rows = residual.shape[1]
             if num_rows > stream.length:

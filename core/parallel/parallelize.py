@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..module_hooks import hook_names, install_hook, remove_hook
 from .arguments import slot_of
 from .attention.local import AttentionFunction
 from .collectives import all_reduce
+from .conditions import has
 from .context_parallel import ContextParallelHook
 from .forward_state import ForwardState
 from .mesh import SequenceGroup
@@ -103,6 +105,8 @@ def _install_sequence(
     for action in actions:
         install_hook(action.module, _HOOK, ContextParallelHook(action, handle.current))
     handle.check_inputs = functools.partial(refuse_inputs, plan, model)
+    if plan.control is not None and not has(plan.control.run_into_having, model, model):
+        handle.control = replace(plan.control, run_into=())
     handle.modules = [action.module for action in actions]
     return handle
 
@@ -120,6 +124,7 @@ class ParallelHandle:
         self.group = group
         self.tensor: TensorParallelHandle | None = None
         self.modules: list[nn.Module] = []
+        self.control = plan.control
         self.check_inputs: Callable[[Collection[str]], None] = lambda names: None
         self._state: ForwardState | None = None
 
@@ -152,11 +157,11 @@ class ParallelHandle:
             name for name in names if slot_of(signature, name).read(args, kwargs) is not None
         })  # fmt: skip
         state = ForwardState(self.group)
-        if self.plan.control is not None:
-            slot = slot_of(signature, self.plan.control.argument)
+        if self.control is not None:
+            slot = slot_of(signature, self.control.argument)
             control = slot.read(args, kwargs)
             if control is not None:
-                args, kwargs = slot.replace(args, kwargs, state.defer_control(self.plan.control, control))
+                args, kwargs = slot.replace(args, kwargs, state.defer_control(self.control, control))
         self._state = state
         try:
             output = forward(*args, **kwargs)

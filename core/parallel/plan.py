@@ -256,12 +256,17 @@ class ControlResiduals:
         keys: Lists of that dict that the model adds.
         stream: The stream they are added to. They are cut when it opens.
         whole: Whether the model adds them to the whole stream (``stream += residual``) instead.
+        run_into: A key, and the stream behind ``stream`` of which a rank's rows are added to as well, since
+            the model counts them by the whole stream's length; they get zeros. Empty for none.
+        run_into_having: As ``having`` of rules: the versions of the class that do so.
     """
 
     argument: str
     keys: tuple[str, ...]
     stream: str
     whole: bool = False
+    run_into: tuple[str, str] | tuple[()] = ()
+    run_into_having: str = ""
 
 
 @dataclass(frozen=True)

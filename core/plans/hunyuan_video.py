@@ -104,7 +104,14 @@ PLAN = ModelPlan(
             having="single_blocks.0",
         ),
     ),
-    control=ControlResiduals("control", keys=("input", "output"), stream="img", whole=True),
+    control=ControlResiduals(
+        "control",
+        keys=("input", "output"),
+        stream="img",
+        whole=True,
+        run_into=("output", "txt"),
+        run_into_having=_FLAG,
+    ),
     tensor=TensorPlan(
         units=(
             Unit("heads", channels="hidden_size", count="num_heads"),

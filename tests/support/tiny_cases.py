@@ -225,7 +225,7 @@ HUNYUAN_CASES = {
         lambda: build_hunyuan(
             depth_single_blocks=2, byt5=False, use_cond_type_embedding=False, vision_in_dim=None
         ),
-        lambda: hunyuan_call(text=2),
+        lambda: hunyuan_call(text=2, control={"input": residuals(2, 60), "output": residuals(2, 60, seed=7)}),
     ),
 }
 

@@ -169,6 +169,24 @@ def test_residuals_for_the_whole_stream_are_cut_with_their_phantom() -> None:
     assert run_ranks(body, 3) == [[1.0], [2.0], [0.0]]
 
 
+def test_residuals_that_run_into_the_stream_behind_are_zeros_there() -> None:
+    """As many rows as the model's slice by the whole length takes there: never one, to be broadcast."""
+
+    def body() -> list:
+        state = ForwardState(world_sequence())
+        control = {key: [torch.arange(1.0, 5.0).view(1, 4, 1)] for key in ("input", "output")}
+        residuals = ControlResiduals(
+            "control", ("input", "output"), "image", whole=True, run_into=("output", "text")
+        )
+        private = state.defer_control(residuals, control)
+        state.open("text", 5)
+        state.open("image", 4)
+        assert private["input"][0].shape[1] == 2 - (state.rank > 0)
+        return private["output"][0].flatten().tolist()
+
+    assert run_ranks(body, 3) == [[1.0, 2.0, 0.0, 0.0], [3.0, 0.0, 0.0], [4.0, 0.0]]
+
+
 def test_residuals_for_the_whole_stream_must_be_as_long() -> None:
     def body(state: ForwardState) -> None:
         residuals = ControlResiduals("control", ("input",), "image", whole=True)
