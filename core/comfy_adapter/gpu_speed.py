@@ -25,7 +25,7 @@ _HOST_BYTES_PER_S = 7e9
 _NVLINK_BOARDS = ("V100-SXM", "A100-SXM", "A800-SXM", "H100 80GB HBM3", "H800", "H20", "B200", "B300")
 # Eager PyTorch with ComfyUI's layers, a current server or desktop processor.
 _LAUNCH_S = 8e-6
-_WAIT_S = {"cuda": 30e-6, "cpu": 200e-6}
+_WAIT_S = {"cuda": 50e-6, "cpu": 200e-6}
 
 
 def describe_machine(gpus: int) -> Machine:

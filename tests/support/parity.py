@@ -179,6 +179,7 @@ _MORE_OF_FOUR = (
 
 
 MORE_OF_EIGHT = (
+    ParallelDims(tp=8),
     ParallelDims(cfg=2, ulysses=4),
     ParallelDims(cfg=2, ring=2, ulysses=2),
     ParallelDims(cfg=2, tp=2, ulysses=2),

@@ -65,6 +65,24 @@ def test_published_times_are_predicted_within_ten_percent(degrees, published_s):
     assert predicted_s == pytest.approx(published_s, rel=0.10)
 
 
+def test_measured_times_are_predicted_within_ten_percent():
+    """Two H200, Qwen-Image at 2048 and 1024 pixels as CUDA graphs; one GPU with the same kernels is given."""
+    small = work(4352, linear=59e12, layers=60, weights_gib=38, reductions=120)
+    for size, alone_s, measured in (
+        (QWEN_2048, 0.817, {"ulysses": 0.448, "ring": 0.460, "tp": 0.476}),
+        (small, 0.156, {"ulysses": 0.097, "ring": 0.100, "tp": 0.103}),
+    ):
+        speed = (size.linear_flops + size.attention[0].flops) / alone_s
+        two = replace(machine(2, dispatch_s=0.0), linear_flops_per_s=speed, attention_flops_per_s=speed)
+        for method, seconds in measured.items():
+            predicted_s = predict(size, two, ParallelDims(**{method: 2})).step_s
+            assert predicted_s == pytest.approx(seconds, rel=0.10), (method, seconds)
+        # Ring is no faster than Ulysses, as it was measured.
+        assert choose_degrees(size, two, methods=ALL, max_ulysses=24, max_tp=24).dims == ParallelDims(
+            ulysses=2
+        )
+
+
 def test_work_is_divided_by_every_degree_and_links_cost():
     free = replace(machine(8, link=1e30), collective_s=0.0, dispatch_s=0.0)
     for degrees in ({"ulysses": 8}, {"tp": 8}, {"ulysses": 2, "tp": 4}):

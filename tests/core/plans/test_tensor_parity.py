@@ -63,22 +63,26 @@ def prepare(cases: dict[str, TinyCase]) -> dict[str, tuple]:
     return prepared
 
 
-def check(cases: dict[str, TinyCase], dims: ParallelDims) -> list[dict[str, Any]]:
+def check(cases: dict[str, TinyCase], *layouts: ParallelDims) -> None:
     prepared = prepare(cases)
-    seen = run_ranks(many_tensor_errors, dims.world_size, prepared, dims)
-    for rank, by_name in enumerate(seen):
-        assert by_name.keys() == prepared.keys()
-        for name, what in by_name.items():
-            # fp32: partial sums of the ranks in another order; below 2e-6 is seen.
-            assert what["error"] <= TOLERANCE, (rank, name, what)
-            assert what["restored"] and what["weights"] and what["attributes"], (rank, name, what)
-            assert what["hooks left"] == [], (rank, name)
-            assert what["held"] < what["whole"], (rank, name)
-    return seen
+
+    def body() -> list[dict[str, dict[str, Any]]]:
+        return [many_tensor_errors(prepared, dims) for dims in layouts]
+
+    for rank, by_layout in enumerate(run_ranks(body, layouts[0].world_size)):
+        for dims, by_name in zip(layouts, by_layout, strict=True):
+            assert by_name.keys() == prepared.keys()
+            for name, what in by_name.items():
+                # fp32: partial sums of the ranks in another order; below 2e-6 is seen.
+                assert what["error"] <= TOLERANCE, (rank, dims, name, what)
+                assert what["restored"] and what["weights"] and what["attributes"], (rank, dims, name, what)
+                assert what["hooks left"] == [], (rank, dims, name)
+                assert what["held"] < what["whole"], (rank, dims, name)
 
 
 def test_five_heads_on_four_ranks() -> None:
-    check(FIVE_HEADS, ParallelDims(tp=4))
+    """By tensor parallel alone, and on each of two branches of CFG."""
+    check(FIVE_HEADS, ParallelDims(tp=4), ParallelDims(cfg=2, tp=2))
 
 
 @pytest.mark.parametrize("word", [RowParallel, GatheredColumn])
