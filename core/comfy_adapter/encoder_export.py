@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
 from ..parallel import dotted_path
-from .model_export import linear_operations, named_parameters
+from . import quantized
+from .model_export import linear_operations, named_tensors
 
 _T5 = "comfy.text_encoders.t5.T5"
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
@@ -29,15 +30,22 @@ def describe_encoder(transformer: Any, *, patch_prefix: str) -> dict[str, Any]:
         patch_prefix: How names of its weights begin in patches of the CLIP.
 
     Raises:
-        RequestError: If its weights are quantized, or of operations that workers do not know.
+        RequestError: If its weights are quantized in a way that cannot be cut, or of operations that workers
+            do not know.
     """
-    for name, tensor in named_parameters(transformer).items():
+    for name, tensor in named_tensors(transformer).items():
         if is_traceable_wrapper_subclass(tensor):
-            raise _refusal(transformer, f"{name} is a {type(tensor).__name__}")
-    operations = linear_operations(transformer)
+            layout = getattr(tensor, "_layout_cls", "")
+            raise _refusal(transformer, f"{name} is a {type(tensor).__name__} {layout}".rstrip())
+    uncut = quantized.find_uncuttable(transformer)
+    if uncut is not None:
+        raise _refusal(transformer, uncut)
+    is_mixed = any(map(quantized.is_mixed_linear, transformer.modules()))
+    operations = quantized.OPERATIONS if is_mixed else linear_operations(transformer)
     if operations is None:
-        raise _refusal(transformer, "its Linear layers are quantized or of another node pack")
-    return {
+        raise _refusal(transformer, "its Linear layers are of another node pack or an older form of fp8")
+    more = {"quantized": quantized.describe_layers(transformer)} if is_mixed else {}
+    return more | {
         "class_path": dotted_path(transformer),
         "config": _config(transformer),
         "dtype": transformer.dtype,
@@ -52,8 +60,13 @@ def build_empty_encoder(description: Mapping[str, Any]) -> nn.Module:
     if not module_path.startswith("comfy.text_encoders."):
         raise ValueError(f"{description['class_path']} is no text encoder of ComfyUI")
     cls = getattr(importlib.import_module(module_path), class_name)
-    operations = getattr(comfy.ops, description["operations"])
+    if "quantized" in description:
+        operations = quantized.make_operations(description["quantized"])
+    else:
+        operations = getattr(comfy.ops, description["operations"])
     model = cls(dict(description["config"]), description["dtype"], torch.device("cpu"), operations)
+    if "quantized" in description:
+        quantized.fill_layers(model, description["quantized"])
     return model.eval().requires_grad_(False)
 
 
@@ -95,6 +108,6 @@ def _activation_name(transformer: nn.Module, feed_forward: Any) -> str:
 def _refusal(transformer: nn.Module, what: str) -> RequestError:
     return RequestError(
         f"sharing the weights of the text encoder {type(transformer).__name__} was asked, but {what}",
-        limit="Workers hold plain weights of text encoders (fp32, bf16, fp16, fp8 storage)",
-        way_out="Load an unquantized file of it, or encode on one GPU",
+        limit="Workers share plain weights of text encoders and, in newer ComfyUI, scaled fp8",
+        way_out="Load an unquantized or fp8 file of it, or encode on one GPU",
     )

@@ -45,8 +45,20 @@ def is_quantized(tensor: Any) -> bool:
 
 def can_cut(module: nn.Module) -> bool:
     """Return whether ranks may hold parts of a model's weights."""
-    weights = (layer._parameters.get("weight") for layer in module.modules())
-    return all(weight._layout_cls in _CUTTABLE for weight in weights if is_quantized(weight))  # type: ignore[union-attr]
+    return find_uncuttable(module) is None
+
+
+def find_uncuttable(module: nn.Module) -> str | None:
+    """Return which quantized weight cannot be held in parts, and why; None if there is none."""
+    for path, layer in module.named_modules():
+        weight: Any = layer._parameters.get("weight")
+        if not is_quantized(weight):
+            continue
+        if not is_mixed_linear(layer):
+            return f"{path}.weight is quantized, but a {type(layer).__name__}"
+        if weight._layout_cls not in _CUTTABLE:
+            return f"{path}.weight is a {weight._layout_cls}, whose scales belong to rows or blocks"
+    return None
 
 
 def check_sharing(module: nn.Module, *, cut_weights: bool) -> None:

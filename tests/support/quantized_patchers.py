@@ -43,12 +43,12 @@ def quantized_patcher(
 
 
 def quantized_state(module: nn.Module, form: str, input_scales: bool = True) -> dict[str, torch.Tensor]:
-    """Return a model's weights as a quantized file holds them."""
+    """Return a model's weights as a file holds them in which the blocks' Linear layers are quantized."""
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
     state = dict(module.state_dict())
     for number, (path, layer) in enumerate(module.named_modules()):
-        if not isinstance(layer, nn.Linear) or "blocks" not in path:
+        if not isinstance(layer, nn.Linear) or "block" not in path:
             continue
         weight = QuantizedTensor.from_float(
             layer.weight.detach(), QUANT_ALGOS[form]["comfy_tensor_layout"], scale="recalculate"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .quantized_patchers import quantized_state
 from .tiny_models import randomize
 
 _T5_CONFIG = {
@@ -52,6 +53,7 @@ def _stage(device: Any = "cpu", dtype: Any = None, model_options: Any = None) ->
             self.t5xxl = SDClipModel(
                 **common, textmodel_json_config=_T5_CONFIG, model_class=T5, enable_attention_masks=True,
                 special_tokens={"end": 1, "pad": 0}, return_attention_masks=True,
+                model_options=dict(model_options or {}),
             )  # fmt: skip
             self.clip_l = SDClipModel(
                 **common, textmodel_json_config=_CLIP_CONFIG, return_projected_pooled=False,
@@ -76,11 +78,21 @@ def _stage(device: Any = "cpu", dtype: Any = None, model_options: Any = None) ->
         return randomize(Stage())
 
 
-def tiny_prompt_clip() -> Any:
-    """Return a ``comfy.sd.CLIP`` of both encoders in fp32 with random weights."""
+def tiny_prompt_clip(*, form: str | None = None) -> Any:
+    """Return a ``comfy.sd.CLIP`` of both encoders in fp32 with random weights.
+
+    Args:
+        form: How the weights of T5's blocks are quantized, a name of ``comfy.quant_ops.QUANT_ALGOS``.
+    """
     import comfy.sd
     import comfy.supported_models_base
 
     target = comfy.supported_models_base.ClipTarget(_Tokenizer, _stage)
     target.params = {}
-    return comfy.sd.CLIP(target, parameters=0)
+    clip = comfy.sd.CLIP(target, parameters=0)
+    if form is None:
+        return clip
+    with torch.inference_mode():
+        state = quantized_state(clip.cond_stage_model, form, input_scales=False)
+    options = {"quantization_metadata": {"mixed_ops": True}}
+    return comfy.sd.CLIP(target, parameters=0, state_dict=state, model_options=options)
