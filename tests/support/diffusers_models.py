@@ -85,3 +85,26 @@ def flux2() -> tuple[nn.Module, Inputs]:
         "img_ids": torch.arange(52.0).view(1, 13, 4).repeat(2, 1, 1) % 5, "txt_ids": torch.zeros(2, 5, 4),
     }  # fmt: skip
     return model, inputs
+
+
+def ltx2() -> tuple[nn.Module, Inputs]:
+    """Has audio beside the video; only the video's tokens are split.
+
+    Its own dictionary leaves out the video's positions in attention between the two.
+    """
+    from diffusers import LTX2VideoTransformer3DModel
+
+    model = LTX2VideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_attention_heads=3, attention_head_dim=16, cross_attention_dim=48,
+        audio_in_channels=8, audio_out_channels=8, audio_num_attention_heads=3, audio_attention_head_dim=8,
+        audio_cross_attention_dim=24, num_layers=2, caption_channels=20,
+    )  # fmt: skip
+    model._cp_plan = {**model._cp_plan, "cross_attn_rope": model._cp_plan["rope"]}
+    inputs = {
+        "hidden_states": noise(1, 30, 8), "audio_hidden_states": noise(1, 7, 8),
+        "encoder_hidden_states": noise(1, 11, 20), "audio_encoder_hidden_states": noise(1, 11, 20),
+        "timestep": torch.tensor([700]), "num_frames": 3, "height": 5, "width": 2,
+        "audio_num_frames": 7, "encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4]),
+        "audio_encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4]),
+    }  # fmt: skip
+    return model, inputs

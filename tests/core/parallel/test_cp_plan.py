@@ -11,7 +11,7 @@ import torch
 from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.module_hooks import hook_names
 from comfyui_ferry.core.parallel import CpPlanHandle, ParallelDims, cp_plan, parallelize_cp_plan
-from ferry_support.diffusers_models import flux, flux2, ltx, qwen, wan
+from ferry_support.diffusers_models import flux, flux2, ltx, ltx2, qwen, wan
 from ferry_support.parity import TOLERANCE, layouts_of, relative_error, sequence_group, world_sequence
 from ferry_support.ranks import run_ranks
 from ferry_support.tiny_models import Inputs, noise, randomize
@@ -23,6 +23,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "flux2": flux2,
     "wan": wan,
     "ltx": ltx,
+    "ltx2": ltx2,
     "qwen": qwen,
 }
 
