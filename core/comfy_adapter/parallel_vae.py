@@ -8,6 +8,7 @@ decoder is the workers'.
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import comfy.sd
@@ -45,6 +46,7 @@ def make_parallel_vae(vae: Any, *, gpus: int) -> Any:
     module = vae.first_stage_model
     plan = find_autoencoder_plan(dotted_path(module), dotted_path(getattr(module, "decoder", module)))
     planned_modules(module, plan)
+    _metadata(module)
     if vae.patcher.patches or vae.patcher.object_patches:
         raise RequestError(
             "a VAE with patched weights was given",
@@ -91,16 +93,34 @@ class RemoteDecoder:
         self.devices = devices
 
     def decode(self, latent: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return the picture of a latent, both in the VAE's dtype."""
-        arguments = {"latent": latent.cpu(), "options": options}
-        strips = acquire_group(self.devices).call(model_token(self.part.owner), arguments)
+        """Return the picture of a latent, both in the VAE's dtype.
+
+        Noise is what this process would draw on the latent's device, and this process' generator is left
+        as it would leave it.
+        """
+        arguments = {"latent": latent.cpu(), "options": options, "random_state": _random_state(latent.device)}
+        results = acquire_group(self.devices).call(model_token(self.part.owner), arguments)
+        if results[0]["random_state"] is not None:
+            _set_random_state(latent.device, results[0]["random_state"])
+        strips = [result["strip"] for result in results]
         return torch.cat([strip for strip in strips if strip.numel()], dim=cut_dim(latent))
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def _decoder_part(vae: Any) -> WorkerPart:
     module = vae.first_stage_model
     dtype = vae.vae_dtype
-    description = {"class_path": dotted_path(module), "dtype": dtype}
+    description = {"class_path": dotted_path(module), "dtype": dtype, "metadata": _metadata(module)}
     return WorkerPart(
         owner=module,
         module=module,
@@ -109,3 +129,17 @@ def _decoder_part(vae: Any) -> WorkerPart:
         describe=lambda: description,
         num_bytes=sum(tensor.nbytes for tensor in named_parameters(module).values()),
     )
+
+
+def _metadata(module: Any) -> dict[str, str]:
+    """Return what ComfyUI builds a VAE of besides weights: Lightricks' files describe theirs in metadata."""
+    if not dotted_path(module).startswith("comfy.ldm.lightricks."):
+        return {}
+    config = getattr(module, "config", None)
+    if config is None:
+        raise RequestError(
+            "parallel decoding with a Lightricks VAE was asked",
+            limit="This ComfyUI does not keep how the file describes it, so workers could not build it",
+            way_out="Update ComfyUI (0.33 keeps it), or decode on one GPU",
+        )
+    return {"config": json.dumps({"vae": config})}

@@ -40,11 +40,9 @@ class WorkerDecoder:
         for name, tensor in weights.items():
             inside = any(name.startswith(f"{part}.") for part in (*plan.parts, "bn"))
             _assign(self.module, name, tensor.to(device) if inside else tensor)
-        self.handle: SpatialHandle | None = None
-        if dist.get_world_size() > 1:
-            group = dist.group.WORLD
-            assert group is not None
-            self.handle = parallelize_decoder(self.module, plan, group=group)
+        group = dist.group.WORLD
+        assert group is not None
+        self.handle: SpatialHandle = parallelize_decoder(self.module, plan, group=group)
 
     @property
     def held_bytes(self) -> None:
@@ -53,21 +51,34 @@ class WorkerDecoder:
     def close(self) -> None:
         """Do nothing: all goes with the object."""
 
-    def call(self, arguments: Mapping[str, Any]) -> torch.Tensor:
+    def call(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's strip of the picture, on the CPU; all ranks call it together.
 
         Args:
-            arguments: ``latent`` in the VAE's dtype, whole, and ``options`` of ``decode``.
+            arguments: ``latent`` in the VAE's dtype, whole; ``options`` of ``decode``; ``random_state`` of
+                the generator that would draw its noise in one process.
+
+        Returns:
+            ``strip``, and the ``random_state`` afterwards if decoding draws noise, else None.
         """
         latent, options = arguments["latent"].to(self.device), arguments["options"]
+        generator = self._generator(arguments["random_state"])
         with torch.inference_mode():
-            if self.handle is None:
-                return self.module.decode(latent, **options).cpu()
-            return self.handle.decode(self.module.decode, latent, **options).cpu()
+            strip = self.handle.decode(self.module.decode, latent, generator=generator, **options).cpu()
+        return {"strip": strip, "random_state": None if generator is None else generator.get_state()}
+
+    def _generator(self, state: torch.Tensor) -> torch.Generator | None:
+        if not self.handle.plan.draws_noise:
+            return None
+        # The CPU's state is longer than any GPU's.
+        on_cpu = state.numel() == torch.get_rng_state().numel()
+        generator = torch.Generator("cpu" if on_cpu else self.device)
+        generator.set_state(state)
+        return generator
 
 
 def _build(description: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
-    vae = comfy.sd.VAE(sd=dict(weights), dtype=description["dtype"])
+    vae = comfy.sd.VAE(sd=dict(weights), dtype=description["dtype"], metadata=description["metadata"])
     module = vae.first_stage_model
     expected = {name: tensor.shape for name, tensor in named_parameters(module).items()}
     if dotted_path(module) != description["class_path"]:

@@ -23,10 +23,11 @@ _NORM_CHUNK = 1 << 25
 
 
 class StripState:
-    """The strips of the decode under way, or None while there is none."""
+    """The strips of the decode under way, or None while there is none, and where this rank computes."""
 
     def __init__(self) -> None:
         self.strips: Strips | None = None
+        self.device = torch.device("cpu")
 
 
 class HaloHook(ModuleHook):
@@ -68,6 +69,68 @@ class HaloHook(ModuleHook):
         cache, index = kwargs[list_name], kwargs[index_name]
         cached, cache[index] = cache[index], None
         kwargs |= {list_name: [self._extend(cached, strips, radius)], index_name: 0}
+
+
+class PaddedConvolutionHook(ModuleHook):
+    """Puts the neighbours' rows where a convolution's input was padded at the seams.
+
+    Args:
+        state: The decode's strips.
+    """
+
+    def __init__(self, state: StripState) -> None:
+        self.state = state
+
+    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Return the convolution's rows of this strip; ``args[0]`` has one more on each side."""
+        strips = self.state.strips
+        radius = 0 if strips is None else window_radius(module, strips.dim)
+        if strips is None or radius == 0:
+            return forward(*args, **kwargs)
+        (padded,) = args
+        height = padded.shape[strips.dim] - 2 * radius
+        mine = padded.narrow(strips.dim, radius, height)
+        above, below = strips.sides(mine, radius)
+        parts = [strips.extend(mine, radius)]
+        if not above:
+            parts.insert(0, padded.narrow(strips.dim, 0, radius))
+        if not below:
+            parts.append(padded.narrow(strips.dim, radius + height, radius))
+        return forward(torch.cat(parts, dim=strips.dim), **kwargs)
+
+
+class FrameChunks:
+    """Stands for a decoder's method that decodes as many frames at once as a number of bytes allows.
+
+    Strips differ in height, and GPUs in memory: without it ranks would cut their frames differently, and
+    wait for exchanges that others never make. With it they cut them as one process does, which matters
+    where noise is drawn for each chunk.
+
+    Args:
+        original: The method; its last argument is the number of bytes.
+        state: The decode's strips.
+    """
+
+    def __init__(self, original: Callable[..., Any], state: StripState) -> None:
+        self.original = original
+        self.state = state
+        self._known: tuple[Strips, int] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the method with a limit in proportion to the strip; collective, once a decode."""
+        strips = self.state.strips
+        if strips is None:
+            return self.original(*args)
+        if self._known is None or self._known[0] is not strips:
+            self._known = strips, self._bytes_of_a_row(strips, args[-1], self.state.device)
+        return self.original(*args[:-1], self._known[1] * strips.rows[strips.rank])
+
+    @staticmethod
+    def _bytes_of_a_row(strips: Strips, limit_bytes: int, device: torch.device) -> int:
+        assert strips.group is not None
+        limit = torch.tensor([limit_bytes], device=device)
+        limits = all_gather(limit, [1] * len(strips.rows), group=strips.group)
+        return -(-int(limits.min()) // sum(strips.rows))
 
 
 class GroupNormHook(ModuleHook):

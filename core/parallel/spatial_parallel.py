@@ -6,6 +6,7 @@ picture, and attention sees all of it, so that there are no seams.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch import nn
 
 from ..errors import PlanError
 from ..module_hooks import hook_names, install_hook, remove_hook
-from .spatial_layers import GroupNormHook, HaloHook, StripAttention, StripState
+from .spatial_layers import (
+    FrameChunks,
+    GroupNormHook,
+    HaloHook,
+    PaddedConvolutionHook,
+    StripAttention,
+    StripState,
+)
+from .spatial_noise import StripNoise
 from .spatial_plan import SpatialPlan, SpatialRole, planned_modules
 from .strips import Strips, even_strips
 
@@ -34,18 +43,30 @@ class SpatialHandle:
 
     def __init__(self, model: nn.Module, plan: SpatialPlan, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.plan = plan
         self.state = StripState()
         self._hooked: list[nn.Module] = []
         self._attention: list[tuple[nn.Module, Callable]] = []
+        self._chunked: nn.Module | None = None
         modules = planned_modules(model, plan)
         for path, module, _ in modules:
             if _HOOK in hook_names(module):
                 raise PlanError(f"{path} is parallel already; call remove() first")
         for path, module, role in modules:
             self._attach(path, module, role, plan)
+        decoder: Any = getattr(model, "decoder", None)
+        if plan.chunk_limit and hasattr(decoder, plan.chunk_limit):
+            self._chunked = decoder
+            method = getattr(decoder, plan.chunk_limit)
+            decoder.__dict__[plan.chunk_limit] = FrameChunks(method, self.state)
 
     def decode(
-        self, decode: Callable[..., torch.Tensor], latent: torch.Tensor, **options: Any
+        self,
+        decode: Callable[..., torch.Tensor],
+        latent: torch.Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """Return this rank's strip of the picture; all ranks call it with the same latent.
 
@@ -53,6 +74,8 @@ class SpatialHandle:
             decode: The autoencoder's own method.
             latent: The whole latent ``[B, C, H, W]`` or ``[B, C, T, H, W]``. It is cut along the longer of
                 its last two dims.
+            generator: Of the noise that decoding draws, in the same state on all ranks; left as one process
+                would leave its own. Needed by plans with ``draws_noise``.
             options: Further arguments of ``decode``.
 
         Returns:
@@ -64,14 +87,25 @@ class SpatialHandle:
         dim = cut_dim(latent)
         rows = even_strips(latent.shape[dim], ranks)
         if min(rows) == 0:
-            whole = decode(latent, **options)
+            with self._noise(None, generator):
+                whole = decode(latent, **options)
             return whole if rank == 0 else whole.narrow(dim, 0, 0)
         strips = Strips(rows, dim, rank, self.group)
-        self.state.strips = strips
+        self.state.strips, self.state.device = strips, latent.device
         try:
-            return decode(strips.take(latent), **options)
+            with self._noise(strips, generator):
+                return decode(strips.take(latent), **options)
         finally:
             self.state.strips = None
+
+    def _noise(
+        self, strips: Strips | None, generator: torch.Generator | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        if not self.plan.draws_noise:
+            return contextlib.nullcontext()
+        if generator is None:
+            raise PlanError(f"decoding by the plan {self.plan.name} draws noise and needs a generator")
+        return StripNoise(strips, generator)
 
     def remove(self) -> None:
         """Take everything off again."""
@@ -79,7 +113,9 @@ class SpatialHandle:
             remove_hook(module, _HOOK)
         for module, original in self._attention:
             setattr(module, _ATTENTION, original)
-        self._hooked, self._attention = [], []
+        if self._chunked is not None:
+            del self._chunked.__dict__[self.plan.chunk_limit]
+        self._hooked, self._attention, self._chunked = [], [], None
 
     def _attach(self, path: str, module: nn.Module, role: SpatialRole, plan: SpatialPlan) -> None:
         if role is SpatialRole.ATTENTION:
@@ -90,6 +126,9 @@ class SpatialHandle:
             setattr(module, _ATTENTION, StripAttention(original, self.state))
         elif role is SpatialRole.CONVOLUTION:
             install_hook(module, _HOOK, HaloHook(self.state, plan.cache_arguments))
+            self._hooked.append(module)
+        elif role is SpatialRole.PADDED_CONVOLUTION:
+            install_hook(module, _HOOK, PaddedConvolutionHook(self.state))
             self._hooked.append(module)
         elif role is SpatialRole.GROUP_NORM:
             install_hook(module, _HOOK, GroupNormHook(self.state))

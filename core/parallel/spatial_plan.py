@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -24,11 +25,15 @@ class SpatialRole(enum.Enum):
     upsampling) or unfold channels into rows. ``CONVOLUTION``: a window of ``kernel_size`` rows around each
     one, with whatever the class pads at the borders. ``GROUP_NORM``: statistics over all rows.
     ``ATTENTION``: every row attends to all rows, by the function that the module holds as
-    ``optimized_attention``.
+    ``optimized_attention``. ``PADDED``: it holds a convolution as ``conv`` whose input it, or whoever calls
+    it, has padded by the rows that the convolution sees. ``PADDED_CONVOLUTION``: that convolution; no class
+    of a plan has this role.
     """
 
     POINTWISE = "pointwise"
     CONVOLUTION = "convolution"
+    PADDED = "padded"
+    PADDED_CONVOLUTION = "padded convolution"
     GROUP_NORM = "group norm"
     ATTENTION = "attention"
 
@@ -45,6 +50,9 @@ class SpatialPlan:
         roles: Role of every module class inside the parts, by dotted path.
         cache_arguments: Names of two arguments of convolutions, a list of tensors of earlier frames and the
             index of the one that the call takes out of it; empty if there are none.
+        chunk_limit: Name of a method of ``decoder`` whose last argument bounds the bytes of the frames
+            decoded at once; empty, or no such method: it does not look at sizes.
+        draws_noise: Whether decoding draws random numbers.
     """
 
     name: str
@@ -53,6 +61,8 @@ class SpatialPlan:
     parts: tuple[str, ...]
     roles: Mapping[str, SpatialRole]
     cache_arguments: tuple[str, str] | tuple[()] = ()
+    chunk_limit: str = ""
+    draws_noise: bool = False
 
 
 def dotted_path(module: nn.Module) -> str:
@@ -72,12 +82,16 @@ def planned_modules(model: nn.Module, plan: SpatialPlan) -> list[tuple[str, nn.M
         if getattr(model, part, None) is None:
             continue
         for path, root in find_modules(model, part):
+            padded: set[str] = set()
             for name, module in root.named_modules(prefix=path):
                 role = plan.roles.get(dotted_path(module))
                 if role is None:
                     raise _refusal(plan, name, f"is a {dotted_path(module)}, which the plan does not name")
-                if role is SpatialRole.CONVOLUTION:
-                    _check_convolution(plan, name, module)
+                if role is SpatialRole.PADDED:
+                    padded.add(f"{name}.conv")
+                elif role is SpatialRole.CONVOLUTION:
+                    role = SpatialRole.PADDED_CONVOLUTION if name in padded else role
+                    _check_convolution(plan, name, module, is_padded=name in padded)
                 found.append((name, module, role))
     return found
 
@@ -93,11 +107,14 @@ def window_radius(module: nn.Module, dim: int) -> int:
     return dilation * (kernel - 1) // 2
 
 
-def _check_convolution(plan: SpatialPlan, path: str, module: nn.Module) -> None:
+def _check_convolution(plan: SpatialPlan, path: str, module: nn.Module, *, is_padded: bool) -> None:
     for dim in (-2, -1):
         kernel, stride = (getattr(module, name)[dim] for name in ("kernel_size", "stride"))
         if stride != 1 or kernel % 2 == 0:
             raise _refusal(plan, path, f"has stride {stride} and a window of {kernel} rows")
+        padding: Any = module.padding
+        if is_padded and (padding[dim] or window_radius(module, dim) > 1):
+            raise _refusal(plan, path, f"pads by {padding[dim]} what was padded before, for {kernel} rows")
 
 
 def _refusal(plan: SpatialPlan, path: str, what: str) -> RequestError:

@@ -47,11 +47,15 @@ class Strips:
 
     def heights(self, strip: torch.Tensor) -> tuple[int, ...]:
         """Return the rows of every rank at the resolution of this rank's ``strip``."""
-        scale, rest = divmod(strip.shape[self.dim], self.rows[self.rank])
+        return self.heights_of(strip.shape[self.dim])
+
+    def heights_of(self, height: int) -> tuple[int, ...]:
+        """Return the rows of every rank where this rank has ``height``."""
+        scale, rest = divmod(height, self.rows[self.rank])
         if rest or scale < 1:
             raise PlanError(
-                f"a strip of {self.rows[self.rank]} latent rows has become {tuple(strip.shape)}, "
-                f"which is no multiple along dim {self.dim}"
+                f"a strip of {self.rows[self.rank]} latent rows has become one of {height}, "
+                "which is no multiple"
             )
         return tuple(rows * scale for rows in self.rows)
 

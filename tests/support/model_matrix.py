@@ -1,20 +1,18 @@
 """The table of models and parallel methods: made from what the parity tests saw, for people to read.
 
-``docs/models.md`` is this module's output. A cell holds the numbers of ranks on which every case of the
-row passed; a cell is never written by hand.
+The first part of ``docs/models.md`` is this module's output. A cell holds the numbers of ranks on which every
+case of the row passed; a cell is never written by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from comfyui_ferry.core.parallel import ParallelDims
 
 from .tiny_cases import CASES
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "models.md"
 # Case -> layout -> relative error.
 Results = Mapping[str, Mapping[str, float]]
 
@@ -81,8 +79,8 @@ _COLUMNS = {
 _INTRO = """\
 # Models
 
-Written by the tests (`FERRY_WRITE_DOCS=1 python -m pytest tests/core/plans/test_parity.py`, ComfyUI 0.33).
-A test fails if this page is not what they saw.
+Written by the tests (`FERRY_WRITE_DOCS=1 python -m pytest tests/core/plans`, ComfyUI 0.33). A test fails if
+this page is not what they saw.
 
 Each row is a tiny model of the class and configuration that ComfyUI builds for it, with random weights. One
 process evaluates it, and so do several (real processes, gloo, fp32); a number of ranks stands in the table if
@@ -110,7 +108,7 @@ def layout_name(dims: ParallelDims) -> str:
 
 
 def render_page(results: Results) -> str:
-    """Return the text of ``docs/models.md``."""
+    """Return the first part of ``docs/models.md``."""
     names = ["model", *_COLUMNS, "batch", "ComfyUI"]
     lines = [f"| {' | '.join(names)} |", "|---" + "|:---:" * (len(names) - 1) + "|"]
     lines += render_rows(results).values()

@@ -57,6 +57,22 @@ def build_qwen_vl() -> nn.Module:
     return randomize(model)
 
 
+def build_gemma3() -> nn.Module:
+    """Return a Gemma 3 without its vision tower, which the class builds in one size only."""
+    import comfy.ops
+    from comfy.text_encoders.llama import Gemma3_12B
+
+    config = {
+        "vocab_size": 32, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 3,
+    }  # fmt: skip
+    operations = comfy.ops.disable_weight_init
+    model = Gemma3_12B(config, dtype=torch.float32, device="meta", operations=operations)
+    model.vision_model = model.multi_modal_projector = nn.Identity()
+    model.model.to_empty(device="cpu")
+    return randomize(model)
+
+
 def encode(model: nn.Module) -> torch.Tensor:
     """Return the embeddings of two prompts, and of a picture where the model takes one."""
     with torch.inference_mode():

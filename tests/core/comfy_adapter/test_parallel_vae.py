@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
 from ferry_support.sampling import TOLERANCE, worker_processes
-from ferry_support.tiny_autoencoders import latent
+from ferry_support.tiny_autoencoders import build_ltx, latent, ltx_config
 from ferry_support.tiny_clip_vae import tiny_vae
-from ferry_support.tiny_models import randomize
+from ferry_support.tiny_models import is_newer_comfyui, randomize
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("workers_of_the_file")]
 
@@ -24,6 +25,35 @@ def wan_vae() -> Any:
         dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, temperal_downsample=[False, True, True]
     )
     return comfy.sd.VAE(sd=randomize(model).state_dict(), dtype=torch.float32)
+
+
+def ltx_vae() -> Any:
+    """Return LTX-Video's, whose file describes it in its metadata, and which draws noise."""
+    import comfy.sd
+
+    state = {name: tensor.clone() for name, tensor in build_ltx(noisy=True).state_dict().items()}
+    metadata = {"config": json.dumps({"vae": ltx_config(noisy=True)})}
+    return comfy.sd.VAE(sd=state, dtype=torch.float32, metadata=metadata)
+
+
+def test_noise_is_that_of_one_process() -> None:
+    """The picture, and what this process draws afterwards."""
+    from comfyui_ferry.core.comfy_adapter import make_parallel_vae
+
+    vae, whole, found = ltx_vae(), latent(1, 128, 3, 5, 4), []
+    if not is_newer_comfyui():
+        with pytest.raises(RequestError, match="does not keep how the file describes it"):
+            make_parallel_vae(vae, gpus=3)
+        return
+    for each in (vae, make_parallel_vae(vae, gpus=3)):
+        torch.manual_seed(3)
+        with torch.inference_mode():
+            found.append((each.decode(whole), each.decode(whole), torch.rand(1)))
+    (first, second, after), (first_there, second_there, after_there) = found
+    assert (first - second).abs().max() > 1e-2  # pixels are 0 to 1
+    assert (first_there - first).abs().max() <= TOLERANCE
+    assert (second_there - second).abs().max() <= TOLERANCE
+    assert torch.equal(after_there, after)
 
 
 def test_pictures_are_those_of_one_process() -> None:

@@ -9,10 +9,11 @@ import torch
 from comfyui_ferry.core.errors import RequestError
 from comfyui_ferry.core.parallel import check_plan, largest_rank_bytes
 from comfyui_ferry.core.plans import TEXT_ENCODER_PLANS, find_text_encoder_plan
+from ferry_support.model_sections import PartRow, check_part, skip_without_results
 from ferry_support.parity import TOLERANCE
 from ferry_support.ranks import run_ranks
 from ferry_support.tensor_parity import encoder_errors, weight_bytes
-from ferry_support.tiny_encoders import build_language_model, build_qwen_vl, build_t5, encode
+from ferry_support.tiny_encoders import build_gemma3, build_language_model, build_qwen_vl, build_t5, encode
 from ferry_support.tiny_models import is_newer_comfyui
 from torch import nn
 
@@ -27,7 +28,25 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
     "Qwen3": lambda: build_language_model("Qwen3_4B"),
     "Gemma 2": lambda: build_language_model("Gemma2_2B"),
 }
-NEWER = {"Qwen3, fused": lambda: build_language_model("Qwen3_8B", merged_qkv=True, merged_mlp=True)}
+NEWER = {
+    "Qwen3, fused": lambda: build_language_model("Qwen3_8B", merged_qkv=True, merged_mlp=True),
+    "Gemma 3": build_gemma3,
+}
+ROWS = (
+    PartRow("T5", "T5-XXL: FLUX.1, Stable Diffusion 3 and 3.5, LTX-Video", ("T5",)),
+    PartRow("T5 with biases in every block", "UMT5-XXL: Wan", ("UMT5",)),
+    PartRow("Qwen25_7BVLI", "Qwen-Image, HunyuanVideo 1.5, LongCat-Image", ("Qwen2.5-VL",)),
+    PartRow("Qwen3_4B, Qwen3_8B", "Z-Image, FLUX.2-klein", ("Qwen3", "Qwen3, fused")),
+    PartRow("Mistral3Small24B", "FLUX.2-dev", ("Mistral",)),
+    PartRow("Llama2", "Llama 3 8B: HunyuanVideo 1.0, HiDream", ("Llama",)),
+    PartRow("Gemma2_2B", "Lumina 2", ("Gemma 2",)),
+    PartRow("Gemma3_12B", "LTX-2", ("Gemma 3",), newer_only=True),
+)
+INTRO = """\
+By *Parallel Text Encoder* (tensor parallel, uneven heads, padded prompts); scaled fp8 with ComfyUI 0.33 as
+well (`tests/core/comfy_adapter/test_parallel_clip.py`)."""
+# Case -> ranks -> error, of this run.
+SEEN: dict[str, dict[int, float]] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +74,15 @@ def test_equals_the_whole_encoder(world_size: int) -> None:
         for name, what in seen.items():
             # fp32: partial sums of the ranks in another order.
             assert what["error"] <= TOLERANCE, (name, what)
+            SEEN.setdefault(name, {})[world_size] = what["error"]
             assert what["restored"], name
             # Two of three heads on two ranks; the vision tower's merger stays whole.
             assert what["held"] < 0.75, (name, what)
+
+
+def test_the_published_table_is_what_was_seen() -> None:
+    skip_without_results({len(errors) for errors in SEEN.values()} != {2})
+    check_part("text encoders", "Text encoders", INTRO, ROWS, SEEN)
 
 
 def test_half_of_the_large_encoders_is_on_each_of_two_ranks() -> None:
