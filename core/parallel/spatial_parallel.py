@@ -86,7 +86,7 @@ class SpatialHandle:
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         dim = cut_dim(latent)
         rows = even_strips(latent.shape[dim], ranks)
-        if min(rows) == 0:
+        if ranks == 1 or min(rows) == 0:
             with self._noise(None, generator):
                 whole = decode(latent, **options)
             return whole if rank == 0 else whole.narrow(dim, 0, 0)
