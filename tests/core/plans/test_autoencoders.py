@@ -58,6 +58,7 @@ ROWS = (
 INTRO = """\
 By *Parallel VAE*: strips of uneven heights, cut along rows or columns, equal the picture of one process to
 1e-5 of its largest value. The noise that LTX-Video's VAE draws is the same as well."""
+Pictures = tuple[dict[str, nn.Module], dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor]]]
 # Case -> ranks -> error, of this run.
 SEEN: dict[str, dict[int, float]] = {}
 
@@ -95,18 +96,25 @@ def decode_on_ranks(models: dict[str, nn.Module], latents: dict[str, list[torch.
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_strips_are_the_picture(world_size: int) -> None:
+@pytest.fixture(scope="module")
+def pictures() -> Pictures:
+    """Models, latents and pictures of every case."""
     cases = CASES | (NEWER if is_newer_comfyui() else {})
     models = {name: build() for name, (build, _) in cases.items()}
     latents = {name: [latent(*shape) for shape in shapes] for name, (_, shapes) in cases.items()}
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         _limit_chunks(patch)
         expected = {name: [_decode(model, each) for each in latents[name]] for name, model in models.items()}
+    return models, latents, expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_strips_are_the_picture(pictures: Pictures, world_size: int) -> None:
+    models, latents, expected = pictures
     ranks = run_ranks(decode_on_ranks, world_size, models, latents, timeout_s=150)
-    for name in cases:
+    for name, wholes in expected.items():
         assert all(seen[name][1] for seen in ranks), name
-        for index, whole in enumerate(expected[name]):
+        for index, whole in enumerate(wholes):
             strips = [seen[name][0][index] for seen in ranks]
             joined = torch.cat(strips, dim=cut_dim(latents[name][index]))
             # fp32: sums over strips in another order.
