@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # ComfyUI decides once per process whether it computes on GPUs, so one run has either kind of test.
 GPU_MODE = os.environ.get("FERRY_TEST_DEVICE", "cpu") == "cuda"
+# Files of 20 seconds and more, which have to begin early; those marked `e2e` come before them.
+LONG_FILES = {
+    "test_bootstrap.py",
+    "test_cluster_pool.py",
+    "test_examples.py",
+    "test_faults.py",
+    "test_parity.py",
+    "test_pool.py",
+    "test_train_lora.py",
+}
 
 
 def _load_package(alias: str, folder: Path) -> None:
@@ -74,8 +83,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    # The longest first: shared out over several processes (`-n 2 --dist loadfile`) they would end last.
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+    # Shared out over several processes (`-n 2 --dist loadfile`), a long file that comes last is waited for.
+    items.sort(key=lambda item: (item.get_closest_marker("e2e") is None, item.path.name not in LONG_FILES))
 
     gpus = torch.cuda.device_count() if GPU_MODE and torch.cuda.is_available() else 0
     rules = [
@@ -112,13 +121,12 @@ def comfyui_path() -> Path:
     return COMFYUI
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute with one thread."""
-    from ferry_support.threads import single_thread
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Compute with one thread: the models are tiny, and a forked rank must not find a thread pool in use."""
+    import torch
 
-    with single_thread():
-        yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

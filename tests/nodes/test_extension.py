@@ -30,9 +30,10 @@ NODE_IDS = {
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(180)]
 
-# A process of its own, as ComfyUI loads a pack: folder_paths, nodes, then load_custom_node.
+# A process of its own, as ComfyUI loads a pack: folder_paths, nodes, then load_custom_node. Forked for each
+# folder, so that ComfyUI is imported once.
 LOADER = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 sys.path.insert(0, sys.argv[1])
 import comfy.options
 from comfy.cli_args import args
@@ -40,6 +41,14 @@ args.cpu = True
 import utils.extra_config
 import nodes, comfy.model_patcher, comfy.samplers, comfy.sample, comfy.model_base, comfy.ops
 import comfy.model_management, comfy.lora, comfy.sd, comfy.sampler_helpers, comfy.patcher_extension
+
+for pack in sys.argv[2:]:
+    if os.fork() == 0:
+        break
+    if os.wait()[1] != 0:
+        sys.exit(f"{pack} failed")
+else:
+    sys.exit()
 
 def attributes():
     found = {}
@@ -52,7 +61,7 @@ def attributes():
     return found
 
 before, path = attributes(), list(sys.path)
-loaded = asyncio.run(nodes.load_custom_node(sys.argv[2]))
+loaded = asyncio.run(nodes.load_custom_node(pack))
 after = attributes()
 ours = {key: value for key, value in nodes.NODE_CLASS_MAPPINGS.items() if key.startswith("Ferry")}
 for node in ours.values():
@@ -64,25 +73,27 @@ print(json.dumps({
     "changed": sorted(map(str, (key for key in before if after.get(key) != before[key]))),
     "path": [entry for entry in sys.path if entry not in path],
     "web": {key: value for key, value in nodes.EXTENSION_WEB_DIRS.items()},
-}))
+}), flush=True)
 """
 
 
-@pytest.mark.parametrize("folder", ["my-pack 2", "comfyui_ferry"])
-def test_comfyui_loads_the_pack_under_any_folder_name(comfyui_path, tmp_path, folder):
-    pack = tmp_path / folder
-    pack.symlink_to(ROOT, target_is_directory=True)
+def test_comfyui_loads_the_pack_under_any_folder_name(comfyui_path, tmp_path):
+    packs = [tmp_path / name for name in ("my-pack 2", "comfyui_ferry")]
+    for pack in packs:
+        pack.symlink_to(ROOT, target_is_directory=True)
     run = subprocess.run(
-        [sys.executable, "-c", LOADER, str(comfyui_path), str(pack)],
+        [sys.executable, "-c", LOADER, str(comfyui_path), *map(str, packs)],
         capture_output=True, text=True, timeout=120, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
-    assert result["loaded"] is True, run.stderr
-    assert set(result["nodes"]) == NODE_IDS
-    assert result["changed"] == []
-    assert result["path"] == []
-    assert result["web"] == {folder: str(pack / "web")}
+    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"loaded"')]
+    assert len(results) == len(packs)
+    for pack, result in zip(packs, results, strict=True):
+        assert result["loaded"] is True, run.stderr
+        assert set(result["nodes"]) == NODE_IDS
+        assert result["changed"] == []
+        assert result["path"] == []
+        assert result["web"] == {pack.name: str(pack / "web")}
 
 
 def test_node_classes_are_listed_once_and_described():

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
+from ferry_support.forked_workers import forking
 from ferry_support.sampling import TOLERANCE, difference, sample, worker_processes
 from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
 
 WAN = PATCHERS["wan"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers():
+    with forking():
+        yield
 
 
 def node():

@@ -12,7 +12,7 @@ from comfyui_ferry.core.errors import RequestError
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS, TRAINABLE
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 WAN = PATCHERS["wan"]
 

@@ -80,6 +80,17 @@ def forking() -> Iterator[None]:
         close_workers()
 
 
+@contextlib.contextmanager
+def starting_afresh() -> Iterator[None]:
+    """Inside `forking()`, have the launcher start real processes; a running group is stopped first."""
+    from comfyui_ferry.core.comfy_adapter import close_workers
+
+    close_workers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "subprocess", subprocess)
+        yield
+
+
 def _become_worker(command: list[str], log: int, env: dict[str, str], pass_fds: tuple) -> None:
     try:
         # What is garbage of the test process must not be finalized here: its descriptors are others by now.

@@ -22,10 +22,18 @@ def forked_group(request):
 
 @pytest.fixture(scope="module")
 def workers_of_the_file():
-    """Workers serve all tests of a file and end with it; this process has one thread, as they do."""
+    """Workers serve all tests of a file and end with it."""
     from comfyui_ferry.core.comfy_adapter import close_workers
-    from ferry_support.threads import single_thread
 
-    with single_thread():
-        yield
-        close_workers()
+    yield
+    close_workers()
+
+
+@pytest.fixture
+def workers_of_the_test():
+    """A test begins without workers and leaves none."""
+    from comfyui_ferry.core.comfy_adapter import close_workers
+
+    close_workers()
+    yield
+    close_workers()

@@ -31,7 +31,6 @@ KIND = "wan"
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(1)
     return PATCHERS[KIND].build()
 
 

@@ -20,7 +20,7 @@ from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS
 from ferry_support.worker_specs import wait_until_gone
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(280), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(280)]
 
 KIND = "wan"
 

@@ -13,7 +13,7 @@ from PIL import Image
 pytestmark = [
     pytest.mark.comfy,
     pytest.mark.timeout(300),
-    pytest.mark.usefixtures("one_thread", "output"),
+    pytest.mark.usefixtures("output"),
 ]
 
 QWEN = PATCHERS["qwen"]

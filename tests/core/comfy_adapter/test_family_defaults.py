@@ -8,7 +8,7 @@ from comfyui_ferry.core.errors import RequestError
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 # Adam's step is the same for every weight, and a layer adds up as many as it is wide: the tiny networks
 # are 10 to 100 times narrower than the ones that the learning rates are for.

@@ -16,11 +16,8 @@ KINDS = ["flux", "qwen", "sd3", "sdxl", "wan", "z-image"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_empty_memory():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def empty_memory():
     yield
-    torch.set_num_threads(before)
     import comfy.model_management
 
     comfy.model_management.unload_all_models()

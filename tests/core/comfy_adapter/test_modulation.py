@@ -6,7 +6,7 @@ import pytest
 import torch
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 # How many layers each tiny model has, all of them computed once a micro-step ahead.
 LAYERS = {"flux": 2 * 2 + 2, "qwen": 2 * 3, "sd3": 2 * 2 + 1, "z-image": 2 + 2 + 1}

@@ -14,14 +14,6 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.comfy
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def wan():
     """Weights of a tiny Wan that ComfyUI's detection recognises, as a file has them."""

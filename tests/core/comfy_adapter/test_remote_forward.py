@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def models():
-    torch.set_num_threads(1)
     return {kind: PATCHERS[kind].build() for kind in ("flux", "qwen", "wan")}
 
 

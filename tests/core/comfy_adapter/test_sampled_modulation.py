@@ -12,14 +12,6 @@ from ferry_support.tiny_patchers import PATCHERS
 pytestmark = pytest.mark.comfy
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Streamed:
     """A streamed copy of a MODEL within the least budget, and how often each of its blocks was copied."""
 

@@ -17,7 +17,7 @@ from ferry_support.merged_lora import merged
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS, TRAINABLE
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 # The same kernels on the same values; only the order in which gradients of a shared tensor are added
 # may differ. 3e-7 is seen; 1.2e-6 for the UNet, whose skip connections add gradients everywhere.
@@ -213,17 +213,17 @@ def test_a_training_in_every_mode_gives_the_same_lora(kind):
             torch.testing.assert_close(result.lora[name], value, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["flux", "sdxl"])
-def test_one_latent_is_learned(kind):
-    tiny = PATCHERS[kind]
+def test_one_latent_is_learned():
+    """Streamed; the tests of the families' own values learn one with each of the others."""
+    tiny = PATCHERS["flux"]
     result = train(
-        kind, latents=[tiny.latent()], captions=[tiny.caption()], offload={},
+        "flux", latents=[tiny.latent()], captions=[tiny.caption()], offload={},
         lora={"rank": 16, "alpha": 16.0}, training={"steps": 60, "learning_rate": 5e-3, "batch_size": 2},
     )  # fmt: skip
     losses = result.loss_map["loss"]
     assert len(losses) == 60
-    # Random weights, so the start is far off: 0.3 (Flux) and 0.6 (SDXL) are seen.
-    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    # Random weights, so the start is far off: 0.3 is seen.
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
 
 
 def values(model):

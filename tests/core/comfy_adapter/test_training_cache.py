@@ -19,10 +19,7 @@ def output(tmp_path, monkeypatch):
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tmp_path / "output"
-    torch.set_num_threads(before)
+    return tmp_path / "output"
 
 
 @pytest.fixture

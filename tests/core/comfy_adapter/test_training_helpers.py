@@ -10,7 +10,7 @@ import torch
 from comfyui_ferry.core.errors import RequestError, WorkerError
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 # The same kernels on the same values; what differs is the order of additions in fp32 (loss: target of the
 # output in place of the clean picture). 6e-8 of the loss and 7e-7 of the LoRA are seen.

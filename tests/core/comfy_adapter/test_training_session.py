@@ -7,7 +7,7 @@ import torch
 from comfyui_ferry.core.errors import RequestError
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 WAN = PATCHERS["wan"]
 
@@ -37,10 +37,7 @@ def files(output):
 @pytest.fixture(scope="module")
 def whole():
     """Six steps in one go, with the weights and the optimizer on the host."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield train(prefix="", offload={"optimizer_on_cpu": True})
-    torch.set_num_threads(before)
+    return train(prefix="", offload={"optimizer_on_cpu": True})
 
 
 def test_three_steps_and_three_more_are_six(output, whole):

@@ -48,7 +48,6 @@ def errors_of_rank(models: dict[str, tuple[nn.Module, Inputs]], dims: list[Paral
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_diffusers_models_equal_one_rank(world_size: int) -> None:
     """By their own dictionaries; 35, 13, 45 and 30 tokens and three heads, so nothing divides by four."""
-    torch.set_num_threads(1)
     models = {name: build() for name, build in MODELS.items()}
     for model, _ in models.values():
         randomize(model)

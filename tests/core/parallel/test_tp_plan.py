@@ -20,7 +20,6 @@ from torch import nn
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_diffusers_models_equal_one_rank(world_size: int) -> None:
     """Three heads, on two ranks unevenly; Flux and Flux 2 have layers over attention and feed-forward."""
-    torch.set_num_threads(1)
     models = {"flux": flux(), "flux2": flux2(), "qwen": qwen()}
     for model, _ in models.values():
         randomize(model)

@@ -50,15 +50,6 @@ pytestmark = pytest.mark.comfy
 Prepared = tuple[nn.Module, ModelPlan, Inputs, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Run torch in one thread: a forked child must not find a thread pool in use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def skip_if_missing(name: str) -> None:
     if CASES[name].newer_only and not is_newer_comfyui():
         pytest.skip("this ComfyUI has no such model")

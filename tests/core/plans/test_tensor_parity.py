@@ -9,15 +9,14 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
 from comfyui_ferry.core.parallel import (
-    ModelPlan,
     ParallelDims,
     ParallelMethod,
     largest_rank_bytes,
     validate_model,
 )
 from comfyui_ferry.core.parallel.tensor_plan import GatheredColumn, RowParallel
-from comfyui_ferry.core.plans import PLANS, find_plan
-from ferry_support.parity import TOLERANCE, run_alone
+from comfyui_ferry.core.plans import PLANS
+from ferry_support.parity import TOLERANCE, plan_of, run_alone
 from ferry_support.ranks import run_ranks
 from ferry_support.tensor_parity import many_tensor_errors, weight_bytes
 from ferry_support.tiny_cases import CASES, TinyCase
@@ -29,7 +28,6 @@ from ferry_support.tiny_models import (
     is_newer_comfyui,
     qwen_call,
 )
-from torch import nn
 
 pytestmark = pytest.mark.comfy
 
@@ -39,19 +37,6 @@ FIVE_HEADS = {
     "qwen, five heads": TinyCase(lambda: build_qwen(num_attention_heads=5), qwen_call),
     "z-image": CASES["z-image"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Run torch in one thread: a forked child must not find a thread pool in use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def plan_of(model: nn.Module) -> ModelPlan:
-    return find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
 
 
 def prepare(cases: dict[str, TinyCase]) -> dict[str, tuple]:

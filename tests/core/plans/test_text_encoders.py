@@ -49,15 +49,6 @@ well (`tests/core/comfy_adapter/test_parallel_clip.py`)."""
 SEEN: dict[str, dict[int, float]] = {}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Run torch in one thread: a forked child must not find a thread pool in use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def class_path(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 

@@ -25,8 +25,6 @@ from comfyui_ferry.core.training import (
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Block(nn.Module):
     def __init__(self):

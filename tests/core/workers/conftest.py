@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from comfyui_ferry.core.workers import WorkerPool
 from ferry_support.worker_specs import cpu_spec
 
@@ -9,7 +8,6 @@ from ferry_support.worker_specs import cpu_spec
 @pytest.fixture(scope="session")
 def shared_pool():
     """Two CPU ranks for every test that leaves them as they are."""
-    torch.set_num_threads(1)
     with WorkerPool.start(cpu_spec(2, environment={"FERRY_EXTRA": "given"})) as pool:
         yield pool
 

@@ -22,11 +22,6 @@ class Interrupt(BaseException):
     """Like ComfyUI's, which no `except Exception` sees."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_each():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def pool(ray_cluster):
     """One rank on each of two nodes, for the tests that leave it as it is; the last one does not."""
