@@ -43,9 +43,10 @@ def find_diffusion_model(name: str) -> Path:
         places.append(("checkpoints", name.removeprefix(_CHECKPOINT_PREFIX)))
     for kind, relative in places:
         for folder in folder_paths.get_folder_paths(kind):
-            path = Path(os.path.normpath(Path(folder) / relative)) if "\0" not in relative else Path(folder)
-            if path.is_relative_to(os.path.normpath(folder)) and path.is_file():
-                return path
+            path = os.path.normpath(Path(folder) / relative)
+            # Unlike Path.is_file, this one takes a name that no file can have for one that is not there.
+            if Path(path).is_relative_to(os.path.normpath(folder)) and os.path.isfile(path):
+                return Path(path)
     raise RequestError(
         f"the diffusion model {name!r} was asked",
         limit="ComfyUI's folders diffusion_models and checkpoints hold no file of that name",

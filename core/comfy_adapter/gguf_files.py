@@ -16,11 +16,21 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
+from .gguf_header import check_header
 
 GGUF_SUFFIX = ".gguf"
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
 _SHAPE_FIELD = "comfy.gguf.orig_shape."
-_BAD_FILE_ERRORS = (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, struct.error)
+_BAD_FILE_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    OSError,
+    RuntimeError,
+    ArithmeticError,
+    MemoryError,
+    struct.error,
+)
 
 
 def read_gguf(path: Path) -> dict[str, torch.Tensor]:
@@ -39,7 +49,10 @@ def read_gguf(path: Path) -> dict[str, torch.Tensor]:
             way_out="pip install gguf, or use a safetensors file",
         ) from error
     try:
+        check_header(path)
         reader = gguf.GGUFReader(path)
+        if sum(int(tensor.n_bytes) for tensor in reader.tensors) > path.stat().st_size:
+            raise ValueError("its tensors share bytes")
         return {tensor.name: _dequantize(reader, tensor, quants) for tensor in reader.tensors}
     except _BAD_FILE_ERRORS as error:
         raise RequestError(

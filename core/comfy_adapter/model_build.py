@@ -31,7 +31,15 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
 
 _lock = threading.Lock()
 # What ComfyUI's detection raises on tensors that are no model of its.
-_FOREIGN_ERRORS = (RuntimeError, KeyError, ValueError, TypeError, IndexError, AttributeError, ArithmeticError)
+_FOREIGN_ERRORS = (
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
 
 
 def build_diffusion_model(

@@ -41,6 +41,8 @@ def readout_data(stats: StreamStats, node_id: str) -> dict[str, Any]:
         "node": node_id,
         "resident_blocks": stats.num_resident,
         "streamed_blocks": stats.num_streamed,
+        "streamed_bytes": stats.streamed_bytes,
+        "weight_bytes": stats.weight_bytes,
         "vram_bytes": stats.target_bytes,
         "ram_bytes": stats.host_bytes,
         "file_bytes": stats.file_bytes,

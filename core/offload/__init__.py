@@ -18,9 +18,10 @@ measure; ``pinning``, ``staging`` and ``shared_masters`` are the arena's limits,
 and one host copy for several processes.
 
 ``ModelStreamer`` runs a frozen model without gradients within a budget; its files begin with
-``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_buffers``
-holds what several models share, ``stream_block``, ``stream_masters`` and ``stream_blocks`` are one
-block's tensors, bytes and place in the model. ``weight_files`` reads safetensors without a copy.
+``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_arrangement``
+and ``stream_residents`` what of each stays, ``stream_buffers`` holds what several models share,
+``stream_block``, ``stream_part``, ``stream_masters`` and ``stream_blocks`` are one block's tensors, bytes
+and place in the model. ``weight_files`` reads safetensors without a copy.
 """
 
 from .external_reads import Reader, reading
@@ -35,11 +36,11 @@ from .retry import retry_on_oom
 from .shared_masters import SharedMasters
 from .stats import OffloadStats
 from .step_clock import StepStats
-from .stream_block import WeightChange
 from .stream_buffers import StreamPool
 from .stream_config import StreamConfig
 from .stream_masters import alias, point_at
 from .stream_needs import least_stream_bytes
+from .stream_part import WeightChange
 from .stream_stats import StreamStats
 from .streamer import ModelStreamer
 from .tuner import OffloadBudget

@@ -109,7 +109,7 @@ class StreamAsides:
     @property
     def target_bytes(self) -> int:
         """Target memory held now."""
-        held = sum(block.buffer.nbytes for block in self.blocks if block.is_resident and block.buffer)
+        held = sum(block.held_bytes for block in self.blocks)
         buffer = self._buffer.nbytes if self._buffer is not None else 0
         return held + buffer + (self.cache.stored_bytes if self.cache is not None else 0)
 
@@ -130,8 +130,7 @@ class StreamAsides:
             self.release()
             try:
                 for block in self.blocks:
-                    block.buffer = TargetBuffer(self._pool.transfer, block.master.nbytes)
-                    block.is_resident = True
+                    block.keep(block.master.nbytes, self._pool.transfer)
             except BaseException:
                 self._drop_residents()
                 raise
@@ -188,34 +187,28 @@ class StreamAsides:
             yield
         finally:
             block.depth -= 1
-            if block.depth == 0 and not block.is_resident:
-                block.unbind()
-                if block.buffer is not None:
-                    self._pool.transfer.retire(block.buffer.lease)
-                    block.buffer = None
+            if block.depth == 0 and block.rest is not None:
+                block.unbind_rest()
+                if block.rest.buffer is not None:
+                    self._pool.transfer.retire(block.rest.buffer.lease)
+                    block.rest.buffer = None
 
     def _enter(self, block: StreamBlock) -> None:
-        if block.is_resident and block.is_bound and block.buffer is not None:
-            self._pool.transfer.wait(block.buffer.lease)
-            block.apply_changes(self._pool)
-            return
-        begin = self._clock.now()
-        if block.buffer is None:
-            block.buffer = self._buffer or TargetBuffer(self._pool.transfer, block.master.nbytes)
-        if not block.is_filled:
-            self._pool.copy_in(block.master, block.buffer)
-        self._pool.transfer.wait(block.buffer.lease)
-        self._clock.waited(begin, self._clock.now())
-        block.bind()
+        is_waiting = not block.is_bound
+        begin = self._clock.now() if is_waiting else None
+        if block.rest is not None and block.rest.buffer is None:
+            block.rest.buffer = self._buffer or block.rest.new_buffer(self._pool.transfer)
+            block.rest.buffer.first, block.rest.buffer.stop = block.rest.first, block.rest.stop
+        block.fill(self._pool)
+        block.bind(self._pool.transfer)
+        if begin is not None:
+            self._clock.waited(begin, self._clock.now())
         block.apply_changes(self._pool)
 
     def _drop_residents(self) -> None:
         self.is_resident = False
         for block in self.blocks:
-            if block.is_resident and block.buffer is not None:
-                block.unbind()
-                self._pool.transfer.discard(block.buffer.flat, block.buffer.lease)
-                block.buffer, block.is_resident = None, False
+            block.release(self._pool.transfer)
 
 
 class StreamedLayer(CachedLayer):

@@ -1,141 +1,173 @@
-"""One block of a streamed model at run time: its bytes on the target and what stands in the module.
+"""One block of a streamed model at run time: what of it stays on the target, and what streams.
 
-What this module does not do: it takes and gives no memory; ``streamer`` and ``stream_flow`` do.
+What this module does not do: it decides neither how much stays nor when something moves;
+``stream_arrangement`` and ``stream_flow`` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
-from torch import nn
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import RequestError
-from .stream_blocks import BlockPlan, StreamEntry
-from .stream_buffers import StreamPool, TargetBuffer
+from .stream_blocks import BlockPlan
+from .stream_buffers import StreamPool
 from .stream_masters import BlockMaster
+from .stream_part import StreamPart, WeightChange
+from .transfer import Transfer
 from .weight_files import WeightFile
 
-if TYPE_CHECKING:
-    from .stream_buffers import Binding
-
-
-@dataclass(frozen=True)
-class WeightChange:
-    """How a tensor differs from its master while the model runs.
-
-    Attributes:
-        key: Equal for two changes that give the same result.
-        apply: Takes the tensor on the target; returns the changed one, which may be of another type
-            (it then stands in the module for the time being). It must not write to its argument.
-    """
-
-    key: Hashable
-    apply: Callable[[torch.Tensor], torch.Tensor]
+_MAX_HELD_PARTS = 4
 
 
 class StreamBlock:
-    """One block, or the rim.
+    """One block, or the rim: parts that stay on the target, and a rest that streams.
+
+    Args:
+        plan: The block.
+        index: Place among the model's blocks; -1 for the rim.
+        files: Files over which its tensors may lie.
+        is_divided: Whether a part of it may stay; else all or nothing.
 
     Attributes:
-        index: Place among the model's blocks; -1 for the rim.
         master: Its host bytes.
-        buffer: Where it is on the target, or on its way to; None: nowhere.
-        is_resident: Whether the buffer is its own, not a slot.
-        is_bound: Whether objects over the target's bytes stand in the module. A resident block stays bound.
+        cuts: How much of it may stay, from 0 to its size.
+        held: The parts that stay, from the block's start on; a bound one stays bound.
+        rest: What streams; None if everything stays. Its buffer is a slot.
         depth: How many of its forwards run.
         changes: What differs from the master, by path.
     """
 
-    def __init__(self, plan: BlockPlan, index: int, files: Sequence[WeightFile] = ()) -> None:
+    def __init__(
+        self, plan: BlockPlan, index: int, files: Sequence[WeightFile] = (), *, is_divided: bool = False
+    ) -> None:
         self.plan = plan
         self.index = index
         self.master = BlockMaster(plan, files)
+        self.cuts = self.master.cuts() if is_divided else [0, self.master.nbytes]
         self.entries = {entry.path: entry for entry in plan.entries}
-        self.buffer: TargetBuffer | None = None
-        self.is_resident = False
-        self.is_bound = False
+        self.held: list[StreamPart] = []
+        self.rest: StreamPart | None = StreamPart(self.master, 0, self.master.nbytes)
         self.depth = 0
         self.changes: dict[str, WeightChange] = {}
-        self._bound: Binding = []
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether all of it stays."""
+        return self.rest is None
+
+    @property
+    def held_bytes(self) -> int:
+        """Target memory of what stays."""
+        return sum(part.buffer.nbytes for part in self.held if part.buffer is not None)
+
+    @property
+    def kept_bytes(self) -> int:
+        """How many of its first bytes stay."""
+        return self.held[-1].stop if self.held else 0
+
+    @property
+    def parts(self) -> list[StreamPart]:
+        """What stays, and the rest."""
+        return self.held if self.rest is None else [*self.held, self.rest]
 
     @property
     def is_filled(self) -> bool:
-        """Whether its bytes are on the target, or on their way."""
-        return self.buffer is not None and self.buffer.master is self.master
+        """Whether all bytes are on the target, or on their way."""
+        return all(part.is_filled for part in self.parts)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether objects over the target's bytes stand in the module for all tensors."""
+        return all(part.is_bound for part in self.parts)
+
+    def keep(self, nbytes: int, transfer: Transfer) -> None:
+        """Let the first ``nbytes``, one of ``cuts``, stay; the rest must have no slot now.
+
+        What stays already is not moved; what is new gets its bytes when it is first used.
+
+        Raises:
+            torch.OutOfMemoryError: If the target has too little memory. What fitted stays.
+        """
+        while self.held and self.held[-1].stop > nbytes:
+            self._drop(self.held.pop(), transfer)
+        try:
+            for stop in self._new_ends(nbytes):
+                # One lease for all that stays: its copies follow one another, and are waited for as one.
+                first_buffer = self.held[0].buffer if self.held else None
+                part = StreamPart(self.master, self.kept_bytes, stop)
+                part.buffer = part.new_buffer(transfer, first_buffer.lease if first_buffer else None)
+                self.held.append(part)
+        finally:
+            self._settle_rest()
+
+    def release(self, transfer: Transfer) -> None:
+        """Let nothing stay; the rest must have no slot now."""
+        while self.held:
+            self._drop(self.held.pop(), transfer)
+        self._settle_rest()
 
     def hold_now(self, pool: StreamPool) -> None:
         """Be on the target to stay, up to date, before anything runs."""
-        if self.buffer is None:
-            self.buffer = TargetBuffer(pool.transfer, self.master.nbytes)
-            self.is_resident = True
-        if not self.is_filled:
-            pool.copy_in(self.master, self.buffer)
-        pool.transfer.wait(self.buffer.lease)
-        self.bind()
+        self.keep(self.master.nbytes, pool.transfer)
+        self.fill(pool)
+        self.unbind()  # somebody may have put the registered objects back meanwhile
+        self.bind(pool.transfer)
         self.apply_changes(pool)
 
-    def bind(self) -> None:
-        """Put objects over the target's bytes in the place of the registered ones."""
-        assert self.buffer is not None
-        if self._bound:
-            self.unbind()  # what an interrupt left half-way
-        for entry, view in self.buffer.views(self.master):
-            # What the forward itself assigned (a cached table) is not ours to touch.
-            if entry.table.get(entry.name) is entry.tensor:
-                stand_in = self.buffer.replaced.get(entry.path, view)
-                entry.table[entry.name] = stand_in
-                self._bound.append((entry, stand_in))
-        self.is_bound = True
+    def fill(self, pool: StreamPool) -> None:
+        """Begin the copies of what is not on the target; the rest has a buffer by now."""
+        for part in self.parts:
+            if not part.is_filled:
+                assert part.buffer is not None
+                pool.copy_in(self.master, part.buffer)
+
+    def bind(self, transfer: Transfer) -> None:
+        """Wait for the copies and put objects over the target's bytes in the registered ones' place."""
+        for part in self.held[:1] if self.rest is None else [*self.held[:1], self.rest]:
+            assert part.buffer is not None
+            transfer.wait(part.buffer.lease)
+        for part in self.parts:
+            if not part.is_bound:
+                part.bind()
+
+    def unbind_rest(self) -> None:
+        """Put the registered objects back where they stream."""
+        if self.rest is not None:
+            self.rest.unbind()
 
     def unbind(self) -> None:
-        """Put the registered objects back."""
-        self.is_bound = False
-        for entry, stand_in in self._bound:
-            if entry.table.get(entry.name) is stand_in:
-                entry.table[entry.name] = entry.tensor
-        self._bound = []
+        """Put all registered objects back."""
+        for part in self.parts:
+            part.unbind()
 
     def apply_changes(self, pool: StreamPool) -> None:
-        """Make the bound tensors what ``changes`` asks for, from what they are."""
-        buffer = self.buffer
-        assert buffer is not None
-        if buffer.applied is self.changes:
-            return
-        for path, key in list(buffer.changed.items()):
-            wanted = self.changes.get(path)
-            if wanted is None or wanted.key != key:
-                self._stand(self.entries[path], None)
-                pool.restore(buffer, self.entries[path])
-        for path, change in self.changes.items():
-            if path not in buffer.changed:
-                self._apply(self.entries[path], change, buffer)
-        buffer.applied = self.changes
+        """Make the bound tensors what ``changes`` asks for."""
+        for part in self.parts:
+            part.apply_changes(pool, self.changes, self.entries)
 
-    def _apply(self, entry: StreamEntry, change: WeightChange, buffer: TargetBuffer) -> None:
-        current = entry.table[entry.name]
-        with torch.no_grad():
-            result = change.apply(current)
-            # Noted first: if this is interrupted half-way, the bytes count as changed.
-            buffer.changed[entry.path] = change.key
-            is_plain = type(current) in (torch.Tensor, nn.Parameter)
-            if is_plain and result.dtype == current.dtype and result.shape == current.shape:
-                current.detach().copy_(result)
-            else:
-                buffer.replaced[entry.path] = result
-                self._stand(entry, result)
+    def _new_ends(self, nbytes: int) -> Iterator[int]:
+        """Yield where the parts end that are missing; few of them, since each is an allocation."""
+        reached, size = self.kept_bytes, self.master.nbytes
+        if size == 0 and not self.held:
+            yield 0
+        for stop in self.cuts:
+            if reached < stop <= nbytes and (stop == nbytes or stop - reached >= size / _MAX_HELD_PARTS):
+                yield stop
+                reached = stop
 
-    def _stand(self, entry: StreamEntry, stand_in: torch.Tensor | None) -> None:
-        """Let another object stand for a bound tensor; None: the one over the buffer's bytes."""
-        assert self.buffer is not None
-        if stand_in is None:
-            stand_in = next(view for each, view in self.buffer.views(self.master) if each is entry)
-        for index, (bound, _) in enumerate(self._bound):
-            if bound.tensor is entry.tensor:
-                bound.table[bound.name] = stand_in
-                self._bound[index] = (bound, stand_in)
+    def _drop(self, part: StreamPart, transfer: Transfer) -> None:
+        part.unbind()
+        if part.buffer is not None:
+            transfer.discard(part.buffer.flat, part.buffer.lease)
+            part.buffer = None
+
+    def _settle_rest(self) -> None:
+        assert self.rest is None or self.rest.buffer is None
+        kept, size = self.kept_bytes, self.master.nbytes
+        if kept == size and self.held:
+            self.rest = None
+        elif self.rest is None or self.rest.first != kept:
+            self.rest = StreamPart(self.master, kept, size)
 
 
 def check_known(changes: Mapping[str, WeightChange], blocks: Sequence[StreamBlock]) -> None:

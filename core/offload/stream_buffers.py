@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .leases import Lease
 from .pinned_arena import PinnedArena
 from .segments import align
 from .stream_config import StreamConfig
@@ -28,25 +29,34 @@ Binding = list[tuple["StreamEntry", torch.Tensor]]
 
 
 class TargetBuffer:
-    """A flat piece of target memory that holds one block.
+    """A flat piece of target memory that holds one block, or a part of it.
 
     Attributes:
         flat: The memory, uint8.
+        first: The byte of the block with which the part begins that this is for.
+        stop: Where that part ends.
         master: Whose bytes are in it, or None.
         changed: Path of each tensor whose bytes are no longer the master's, with what changed it.
         replaced: Path of each tensor for which an object of its own stands, with that object.
         applied: The table of changes that the bytes are up to date with, if any.
     """
 
-    def __init__(self, transfer: Transfer, nbytes: int) -> None:
+    def __init__(
+        self, transfer: Transfer, nbytes: int, *, first: int = 0, lease: Lease | None = None
+    ) -> None:
+        self.first = first
+        self.stop = first + nbytes
         self.flat = transfer.allocate(max(nbytes, 1))
         self.storage = self.flat.untyped_storage()
-        self.lease = transfer.open_lease()
+        if lease is not None:
+            # A copy to any of the memory of this lease comes after all that runs in this one until now.
+            transfer.retire(lease)
+        self.lease = lease or transfer.open_lease()
         self.master: BlockMaster | None = None
         self.changed: dict[str, object] = {}
         self.replaced: dict[str, torch.Tensor] = {}
         self.applied: object | None = None
-        self._views: dict[int, Binding] = {}
+        self._views: dict[int, tuple[int, int, Binding]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -54,10 +64,12 @@ class TargetBuffer:
         return self.flat.numel()
 
     def views(self, master: BlockMaster) -> Binding:
-        """Return the objects that stand for the block's tensors while they are here; made once."""
-        if id(master) not in self._views:
-            self._views[id(master)] = master.views(self.storage)
-        return self._views[id(master)]
+        """Return the objects that stand for the part's tensors while they are here; made once."""
+        known = self._views.get(id(master))
+        if known is None or known[:2] != (self.first, self.stop):
+            made = master.views(self.storage, self.first, self.stop)
+            known = self._views[id(master)] = (self.first, self.stop, made)
+        return known[2]
 
     def forget_content(self) -> None:
         """Note that the bytes are no block's any more, or a block's as it is on the host."""
@@ -65,10 +77,6 @@ class TargetBuffer:
         self.applied = None
         self.changed.clear()
         self.replaced.clear()
-
-    def forget(self, master: BlockMaster) -> None:
-        """Drop the objects made for a block."""
-        self._views.pop(id(master), None)
 
 
 class _Staging:
@@ -127,6 +135,8 @@ class StreamPool:
         self._arenas: list[weakref.ref[PinnedArena]] = []
         self._slots: list[TargetBuffer] = []
         self._free: list[TargetBuffer] = []
+        # Too small by now, but a block still computes from them.
+        self._leaving: list[TargetBuffer] = []
         self._staging: list[_Staging] = []
 
     @property
@@ -137,7 +147,7 @@ class StreamPool:
     @property
     def slot_bytes(self) -> int:
         """Target memory of all slots."""
-        return sum(slot.nbytes for slot in self._slots)
+        return sum(slot.nbytes for slot in [*self._slots, *self._leaving])
 
     @property
     def pinned_bytes(self) -> int:
@@ -148,10 +158,15 @@ class StreamPool:
         """Count a model in."""
         self._members.add(member)
 
-    def slots_needed_bytes(self, block_bytes: int) -> int:
-        """Return the bytes that the slots take if the largest block has ``block_bytes``."""
-        largest = max([block_bytes, *(member.largest_block_bytes for member in self.members)])
-        return (self.config.prefetch_depth + 1) * largest
+    @property
+    def num_slots(self) -> int:
+        """How many slots there are, if any."""
+        return self.config.prefetch_depth + 1
+
+    def other_slot_bytes(self, member: ModelStreamer | None) -> int:
+        """Return how large a slot has to be for the loaded models besides this one."""
+        others = (other for other in self.members if other is not member and other.is_loaded)
+        return max((other.slot_bytes for other in others), default=0)
 
     def make_way(self, member: ModelStreamer, target_bytes: int) -> int:
         """Let the other models give up what one is about to take, and return what it may take."""
@@ -162,7 +177,7 @@ class StreamPool:
         if limit is None:
             return target_bytes
         for other in others:
-            other.shrink(_resident_bytes(others) + min(target_bytes, limit) - limit)
+            other.give_way(_resident_bytes(others) + min(target_bytes, limit) - limit)
         return max(min(target_bytes, limit - _resident_bytes(others)), member.least_bytes)
 
     def place(
@@ -196,24 +211,31 @@ class StreamPool:
         """Note that a model gave host memory back."""
         self.host_bytes -= nbytes
 
-    def open_slots(self, block_bytes: int) -> None:
-        """Have all slots, each large enough for the largest block of every model."""
-        needed = self.slots_needed_bytes(block_bytes) // (self.config.prefetch_depth + 1)
-        if self._slots and self._slots[0].nbytes >= needed:
+    def settle_slots(self, slot_bytes: int) -> None:
+        """Have all slots, each of exactly this size; none if it is 0.
+
+        One from which a block computes now goes when that is over.
+        """
+        if slot_bytes == (self._slots[0].nbytes if self._slots else 0):
             return
-        self.close_slots()
-        self._slots = [TargetBuffer(self.transfer, needed) for _ in range(self.config.prefetch_depth + 1)]
-        self._free = list(self._slots)
-
-    def close_slots(self) -> None:
-        """Give all slots back to the allocator; nobody may be using one."""
+        self.reclaim_slots()
         for slot in self._slots:
-            self.transfer.discard(slot.flat, slot.lease)
+            if any(slot is free for free in self._free):
+                self.transfer.discard(slot.flat, slot.lease)
+            else:
+                self._leaving.append(slot)
         self._slots, self._free = [], []
+        if slot_bytes:
+            self._slots = [TargetBuffer(self.transfer, slot_bytes) for _ in range(self.num_slots)]
+            self._free = list(self._slots)
 
-    def take_slot(self) -> TargetBuffer | None:
-        """Return a free slot, or None."""
-        return self._free.pop(0) if self._free else None
+    def take_slot(self, first: int, stop: int) -> TargetBuffer | None:
+        """Return a free slot for a part of a block, or None."""
+        if not self._free or self._free[0].nbytes < stop - first:
+            return None
+        slot = self._free.pop(0)
+        slot.first, slot.stop = first, stop
+        return slot
 
     def return_slot(self, slot: TargetBuffer) -> None:
         """Take a slot back; everything launched so far was the last use of it."""
@@ -222,6 +244,7 @@ class StreamPool:
         if any(slot is known for known in self._slots):
             self._free.append(slot)
         else:
+            self._leaving = [other for other in self._leaving if other is not slot]
             self.transfer.discard(slot.flat, slot.lease)
 
     def reclaim_slots(self) -> None:
@@ -230,17 +253,18 @@ class StreamPool:
             member.forget_foreseen()
 
     def copy_in(self, master: BlockMaster, buffer: TargetBuffer) -> None:
-        """Begin copying a block's bytes from the host to a buffer."""
-        destination = buffer.flat[: master.nbytes]
+        """Begin copying the part of a block that a buffer is for from the host to it."""
+        first, stop = buffer.first, buffer.stop
+        destination = buffer.flat[: stop - first]
         if master.host is not None:
-            self.transfer.start(master.host, destination, buffer.lease)
+            self.transfer.start(master.host[first:stop], destination, buffer.lease)
         elif master.is_borrowed:
-            for source, place in master.pieces():
+            for source, place in master.pieces(first, stop):
                 self.transfer.start(source, destination[place : place + source.numel()], buffer.lease)
         else:
-            staging = self._take_staging(master.nbytes)
-            master.read_into(staging.host)
-            self.transfer.start(staging.host[: master.nbytes], destination, buffer.lease)
+            staging = self._take_staging(stop - first)
+            master.read_into(staging.host, first, stop)
+            self.transfer.start(staging.host[: stop - first], destination, buffer.lease)
             staging.note_copy(getattr(self.transfer, "copy_stream", None))
         buffer.forget_content()
         buffer.master = master
@@ -251,7 +275,8 @@ class StreamPool:
         for index, (first, stop) in enumerate(buffer.master.spans(entry.tensor)):
             self.transfer.retire(buffer.lease)
             source = buffer.master.read_span(entry.tensor, index)
-            self.transfer.start(source, buffer.flat[first:stop], buffer.lease)
+            destination = buffer.flat[first - buffer.first : stop - buffer.first]
+            self.transfer.start(source, destination, buffer.lease)
             self.transfer.wait(buffer.lease)
         buffer.changed.pop(entry.path, None)
         buffer.replaced.pop(entry.path, None)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..module_hooks import Forward, ModuleHook
 from .stream_block import StreamBlock
-from .stream_buffers import StreamPool, TargetBuffer
+from .stream_buffers import StreamPool
 from .stream_stats import PassClock
 
 # Called with a pass's forward and its arguments.
@@ -84,8 +84,7 @@ class BlockFlow:
         finally:
             block.depth -= 1
             if block.depth == 0:
-                if not block.is_resident:
-                    block.unbind()
+                block.unbind_rest()
                 if is_part or self._is_probing:
                     self._lingering = block
                 else:
@@ -99,8 +98,8 @@ class BlockFlow:
 
     def let_go(self, block: StreamBlock) -> None:
         """Give the block's slot back, if it has one."""
-        if block.buffer is not None and not block.is_resident:
-            slot, block.buffer = block.buffer, None
+        if block.rest is not None and block.rest.buffer is not None:
+            slot, block.rest.buffer = block.rest.buffer, None
             self._pool.return_slot(slot)
 
     def forget(self, block: StreamBlock) -> None:
@@ -126,30 +125,33 @@ class BlockFlow:
             if self._last is not None and self._last is not block:
                 self._next[self._last.index] = block
             self._last = block
-        if not block.is_resident or not block.is_bound:
+        if block.is_bound:
+            block.bind(self._pool.transfer)  # waits, if this is the first time on this stream
+        else:
             begin = self._clock.now()
             if not block.is_filled:
                 self._start_now(block)
-            assert block.buffer is not None
             self._foreseen = [other for other in self._foreseen if other is not block]
-            self._pool.transfer.wait(block.buffer.lease)
+            block.bind(self._pool.transfer)
             self._clock.waited(begin, self._clock.now())
-            block.bind()
-        else:
-            assert block.buffer is not None
-            self._pool.transfer.wait(block.buffer.lease)  # for the first time on this stream, if it is
         if self.has_streamed:
             self._look_ahead(block)
         block.apply_changes(self._pool)
 
     def _start_now(self, block: StreamBlock) -> None:
-        if block.buffer is None:
-            block.buffer = self._pool.take_slot()
-        if block.buffer is None:
+        if not self._take_slot(block):
             self._pool.reclaim_slots()
-            # More blocks at once than there are slots: one runs inside another.
-            block.buffer = self._pool.take_slot() or TargetBuffer(self._pool.transfer, block.master.nbytes)
-        self._pool.copy_in(block.master, block.buffer)
+            if not self._take_slot(block):
+                # More blocks at once than there are slots: one runs inside another.
+                assert block.rest is not None
+                block.rest.buffer = block.rest.new_buffer(self._pool.transfer)
+        block.fill(self._pool)
+
+    def _take_slot(self, block: StreamBlock) -> bool:
+        rest = block.rest
+        if rest is not None and rest.buffer is None:
+            rest.buffer = self._pool.take_slot(rest.first, rest.stop)
+        return rest is None or rest.buffer is not None
 
     def _look_ahead(self, block: StreamBlock) -> None:
         expected = block
@@ -163,12 +165,10 @@ class BlockFlow:
                 return
 
     def _start_ahead(self, block: StreamBlock) -> bool:
-        if block.buffer is None:
-            block.buffer = self._pool.take_slot()
-        if block.buffer is None:
+        if not self._take_slot(block):
             return False
         begin = self._clock.now() if self._clock.copies_block else None
-        self._pool.copy_in(block.master, block.buffer)
+        block.fill(self._pool)
         if begin is not None:
             self._clock.waited(begin, self._clock.now())
         self._foreseen.append(block)

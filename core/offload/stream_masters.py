@@ -28,6 +28,9 @@ from .tensors import set_data
 from .weight_files import WeightFile
 from .wrappers import take_apart
 
+# A block is cut at about as many places at most.
+_NUM_PARTS = 16
+
 # (offset of the segment in the block's bytes, layout inside the segment)
 Place = tuple[int, Layout]
 
@@ -55,6 +58,7 @@ class BlockMaster:
         self._objects = list({id(entry.tensor): entry.tensor for entry in plan.entries}.values())
         self._leaves: dict[int, list[torch.Tensor]] = {}
         self._places: dict[int, list[Place]] = {}
+        self._extents: dict[int, tuple[int, int]] = {}
         self._segments: list[tuple[int, int]] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._lay_out()
@@ -73,6 +77,10 @@ class BlockMaster:
             self.nbytes += align(segment.nbytes)
         for index, (key, _) in enumerate(flat):
             self._places.setdefault(key, []).append(places[index])
+        sizes = dict(self._segments)
+        for key, own in self._places.items():
+            stop = max(start + align(sizes[start]) for start, _ in own)
+            self._extents[key] = (min(start for start, _ in own), stop)
 
     def move_into(self, region: HostRegion, when_moved: Callable[[torch.Tensor], None] | None = None) -> None:
         """Copy the bytes into the arena, tensor by tensor, and point the tensors there.
@@ -116,10 +124,22 @@ class BlockMaster:
                         own.copy_(leaf)
                     set_data(leaf, own)
 
-    def pieces(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the bytes where they are, as few pieces as possible, each with its place in the block.
+    def cuts(self) -> list[int]:
+        """Return where the block can be cut so that no tensor is in two parts, from 0 to its size.
 
-        For a borrowed block, whose tensors do not move.
+        Parts smaller than a share of the block are not worth a cut of their own.
+        """
+        places, reached = [0], 0
+        for first, stop in sorted(self._extents.values()):
+            if reached <= first and first - places[-1] >= self.nbytes / _NUM_PARTS:
+                places.append(first)
+            reached = max(reached, stop)
+        return [*places, self.nbytes] if self.nbytes else places
+
+    def pieces(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield bytes ``first .. stop`` where they are, each piece with its distance from ``first``.
+
+        As few pieces as possible. For a borrowed block, whose tensors do not move.
         """
         if self._pieces is None:
             runs: list[_Run] = []
@@ -128,17 +148,20 @@ class BlockMaster:
                 for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
                     _add_run(runs, leaf, start + layout.offset_bytes)
             self._pieces = [(run.bytes, run.place) for run in runs]
-        return self._pieces
+        for piece, place in self._pieces:
+            begin, end = max(first, place), min(stop, place + piece.numel())
+            if begin < end:
+                yield piece[begin - place : end - place], begin - first
 
-    def read_into(self, destination: torch.Tensor) -> None:
-        """Copy the bytes from where they are to host memory, uint8 ``[>= nbytes]``."""
+    def read_into(self, destination: torch.Tensor, first: int, stop: int) -> None:
+        """Copy bytes ``first .. stop``, which cut no tensor, from where they are to host memory, uint8."""
         if self.host is not None:
-            destination[: self.nbytes].copy_(self.host)
+            destination[: stop - first].copy_(self.host[first:stop])
             return
-        for tensor in self._objects:
+        for tensor in (one for one in self._objects if self._is_in(one, first, stop)):
             leaves = self._leaves[id(tensor)]
             for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
-                self._read_leaf(leaf, destination, start + layout.offset_bytes)
+                self._read_leaf(leaf, destination, start + layout.offset_bytes - first)
 
     def _read_leaf(self, leaf: torch.Tensor, destination: torch.Tensor, first: int) -> None:
         part = destination[first : first + extent_bytes(leaf)]
@@ -159,17 +182,34 @@ class BlockMaster:
             return self.host[first:stop]
         return raw_bytes(self._leaves[id(tensor)][index])
 
-    def views(self, storage: torch.UntypedStorage) -> list[tuple[StreamEntry, torch.Tensor]]:
-        """Return, for every entry, an object like the registered one over other bytes.
+    def views(
+        self, storage: torch.UntypedStorage, first: int, stop: int
+    ) -> list[tuple[StreamEntry, torch.Tensor]]:
+        """Return, for every entry in a part, an object like the registered one over other bytes.
 
         Args:
-            storage: The block's bytes on any device.
+            storage: The part's bytes on any device.
+            first: Where it begins in the block.
+            stop: Where it ends.
         """
-        made = {id(tensor): self._view(tensor, storage) for tensor in self._objects}
-        return [(entry, made[id(entry.tensor)]) for entry in self.plan.entries]
+        made = {
+            id(tensor): self._view(tensor, storage, first)
+            for tensor in self._objects
+            if self._is_in(tensor, first, stop)
+        }
+        return [(entry, made[id(entry.tensor)]) for entry in self.plan.entries if id(entry.tensor) in made]
 
-    def _view(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-        parts = [layout.view(storage, start) for start, layout in self._places[id(tensor)]]
+    def paths(self, first: int, stop: int) -> frozenset[str]:
+        """Return the paths of the entries in a part."""
+        return frozenset(entry.path for entry in self.plan.entries if self._is_in(entry.tensor, first, stop))
+
+    def _is_in(self, tensor: torch.Tensor, first: int, stop: int) -> bool:
+        begin = self._extents[id(tensor)][0]
+        # An empty tensor may lie at the very end.
+        return first <= begin < stop or begin == stop == self.nbytes
+
+    def _view(self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
+        parts = [layout.view(storage, start - first) for start, layout in self._places[id(tensor)]]
         with torch.inference_mode(False):
             view: Any = take_apart(tensor)[1](parts)
             if isinstance(tensor, nn.Parameter):

@@ -6,6 +6,7 @@ from torch import nn
 
 from .stream_blocks import plan_blocks
 from .stream_masters import BlockMaster
+from .stream_residents import least_needed
 
 
 def least_stream_bytes(root: nn.Module, prefetch_depth: int) -> int:
@@ -19,6 +20,6 @@ def least_stream_bytes(root: nn.Module, prefetch_depth: int) -> int:
         RequestError: If a tensor cannot be streamed.
     """
     blocks, _, rim = plan_blocks(root)
-    sizes = [BlockMaster(block).nbytes for block in blocks]
-    rim_bytes = BlockMaster(rim).nbytes
-    return min(rim_bytes + sum(sizes), rim_bytes + (prefetch_depth + 1) * max(sizes, default=0))
+    cuts = [BlockMaster(block).cuts() for block in blocks]
+    needed = least_needed(cuts, prefetch_depth + 1)
+    return BlockMaster(rim).nbytes + min(sum(places[-1] for places in cuts), needed)

@@ -29,8 +29,9 @@ class StreamStats:
     Attributes:
         weight_bytes: All weights.
         target_bytes: Target memory held for them now: rim, resident blocks and slots.
-        num_resident: Blocks that stay on the target.
-        num_streamed: Blocks that are copied in for each pass.
+        num_resident: Blocks that stay on the target as a whole.
+        num_streamed: Blocks of which all or a part is copied in for each pass.
+        streamed_bytes: What is copied of them for each pass.
         slot_bytes: Target memory of the slots, shared by all models of the pool.
         host_bytes: Host memory of the arena.
         file_bytes: Weights that are read from their file for each copy.
@@ -45,6 +46,7 @@ class StreamStats:
     target_bytes: int
     num_resident: int
     num_streamed: int
+    streamed_bytes: int
     slot_bytes: int
     host_bytes: int
     file_bytes: int
@@ -70,7 +72,7 @@ def snapshot(
     clock: PassClock,
     *,
     masters: Sequence[tuple[int, bool]],
-    residents: Sequence[bool],
+    rests: Sequence[int],
     target_bytes: int,
 ) -> StreamStats:
     """Return the stats of one model.
@@ -79,7 +81,7 @@ def snapshot(
         pool: Its pool.
         clock: Its clock.
         masters: Bytes of the rim and of each block, and whether they are in the arena.
-        residents: For each block, whether it stays on the target.
+        rests: For each block, what of it does not stay on the target.
         target_bytes: Target memory held now.
     """
     host_bytes = sum(nbytes for nbytes, is_in_arena in masters if is_in_arena)
@@ -87,8 +89,9 @@ def snapshot(
     return StreamStats(
         weight_bytes=sum(nbytes for nbytes, _ in masters),
         target_bytes=target_bytes,
-        num_resident=sum(residents),
-        num_streamed=len(residents) - sum(residents),
+        num_resident=sum(rest == 0 for rest in rests),
+        num_streamed=sum(rest > 0 for rest in rests),
+        streamed_bytes=sum(rests),
         slot_bytes=pool.slot_bytes,
         host_bytes=host_bytes,
         file_bytes=sum(nbytes for nbytes, _ in masters) - host_bytes,

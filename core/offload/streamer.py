@@ -6,8 +6,9 @@ started, weight changes are applied, the forward runs, and the registered object
 of its forward a streamed block's tensors are the host masters, whole and unchanged. The rim's tensors are
 on the target from ``load`` to ``unload``, and a resident block's from its first use on.
 
-A resident block gets its memory at ``load`` and its bytes when it is first used, by the same copies
-that stream the others: there is no separate loading, also at a switch between models of one pool.
+What stays of a block (``stream_residents``) gets its memory at ``load`` and its bytes when it is first
+used, by the same copies that stream the rest: there is no separate loading, also at a switch between
+models of one pool.
 
 Modulation layers may stand apart from their blocks (``stream_asides``): they stay only if everything
 does, and otherwise come in once for all steps that a cache computes ahead.
@@ -25,21 +26,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..log import get_logger
 from .modulation import ModulationCache
 from .modulation_layers import ModulationPlan
+from .stream_arrangement import Arrangement
 from .stream_asides import StreamAsides, modulation_linears
-from .stream_block import StreamBlock, WeightChange, check_known
+from .stream_block import StreamBlock, check_known
 from .stream_blocks import plan_blocks
-from .stream_buffers import StreamPool, TargetBuffer
+from .stream_buffers import StreamPool
 from .stream_config import budget_too_small
 from .stream_flow import BeforePass, BlockFlow
 from .stream_hooks import StreamHooks
-from .stream_residents import choose_residents
+from .stream_part import WeightChange
+from .stream_residents import least_needed
 from .stream_stats import PassClock, StreamStats, snapshot
 from .weight_files import WeightFile
-
-_LOG = get_logger("offload")
 
 
 class ModelStreamer:
@@ -78,10 +78,12 @@ class ModelStreamer:
         blocks, asides, rim = plan_blocks(root, modulation_linears(entry, modulation))
         self._clock = PassClock(pool.device)
         self._rim = StreamBlock(rim, -1, files)
-        self._blocks = [StreamBlock(plan, index, files) for index, plan in enumerate(blocks)]
+        self._blocks = [StreamBlock(plan, index, files, is_divided=True) for index, plan in enumerate(blocks)]
         self._asides = StreamAsides([StreamBlock(plan, -1, files) for plan in asides], pool, self._clock)
         self._check_budget(type(root).__name__)
         self._flow = BlockFlow(self._blocks, pool, self._clock)
+        own = weakref.ref(self)
+        self._arrangement = Arrangement(self._blocks, self._flow, pool, lambda: pool.other_slot_bytes(own()))
         if modulation is not None:
             self._asides.make_cache(entry, modulation, self._flow.probing)
         self._hooks = StreamHooks(
@@ -111,16 +113,21 @@ class ModelStreamer:
     @property
     def least_bytes(self) -> int:
         """Target memory without which the model cannot run: the rim and the slots, or all of it."""
-        slots = self.pool.slots_needed_bytes(self.largest_block_bytes)
-        return min(self.weight_bytes, self.rim_bytes + self._asides.least_bytes + slots)
+        others = (other.largest_block_bytes for other in self.pool.members if other is not self)
+        blocks_bytes = least_needed(
+            [block.cuts for block in self._blocks], self.pool.num_slots, max(others, default=0)
+        )
+        return min(self.weight_bytes, self.rim_bytes + self._asides.least_bytes + blocks_bytes)
 
     @property
     def resident_bytes(self) -> int:
         """Target memory of the rim, of resident blocks, and of modulation layers and their outputs."""
-        held = [
-            block.buffer.nbytes for block in [self._rim, *self._blocks] if block.buffer and block.is_resident
-        ]
-        return sum(held) + self._asides.target_bytes
+        return self._rim.held_bytes + self._arrangement.held_bytes + self._asides.target_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """How large a slot has to be for what streams of this model."""
+        return self._arrangement.slot_bytes
 
     @property
     def modulation(self) -> ModulationCache | None:
@@ -135,7 +142,7 @@ class ModelStreamer:
         return self.resident_bytes + (self.pool.slot_bytes if is_owner else 0)
 
     def load(self, target_bytes: int) -> None:
-        """Take target memory, hold the rim there, and choose the blocks that stay.
+        """Take target memory, hold the rim there, and choose what stays of the blocks.
 
         Args:
             target_bytes: Most target memory for this model, slots included; less than ``least_bytes``
@@ -146,21 +153,22 @@ class ModelStreamer:
         target_bytes = self.pool.make_way(self, max(target_bytes, self.least_bytes))
         self.pool.owner = weakref.ref(self)
         self._flow.forget_all()
-        residents = self._choose(target_bytes)
-        for block in (block for block in self._blocks if block.index not in residents):
-            self._drop(block)
-        self._settle_slots(is_needed=len(residents) < len(self._blocks))
-        self._rim.hold_now(self.pool)
-        self._asides.settle(is_resident=target_bytes >= self.weight_bytes)
-        for index in sorted(residents):
-            if not self._hold(self._blocks[index]):
-                break
+        others_bytes = self.pool.num_slots * self.pool.other_slot_bytes(self)
+        is_whole = target_bytes >= self.weight_bytes + others_bytes
+        asides_bytes = self._asides.nbytes if is_whole else self._asides.least_bytes
+        try:
+            self._rim.hold_now(self.pool)
+            self._asides.settle(is_resident=is_whole)
+            self._arrangement.fit(target_bytes - self.rim_bytes - asides_bytes)
+        except BaseException:
+            self._release()
+            raise
         if not self.is_loaded:
             self.is_loaded = True
             self._hooks.install()
 
     def shrink(self, free_bytes: int) -> int:
-        """Give target memory of resident blocks back; they are streamed from now on.
+        """Give target memory of what stays of the blocks back; it streams from now on.
 
         May be called between two blocks of a running pass.
 
@@ -172,29 +180,19 @@ class ModelStreamer:
         before = self.target_bytes
         free_bytes -= self._asides.shrink()
         if free_bytes > 0:
-            held = sum(block.buffer.nbytes for block in self._blocks if block.buffer and block.is_resident)
-            if not self.pool.slot_bytes:
-                held -= self.pool.slots_needed_bytes(self.largest_block_bytes)
-            residents = choose_residents([block.master.nbytes for block in self._blocks], held - free_bytes)
-            for block in self._blocks:
-                if block.index not in residents and block.depth == 0:
-                    self._drop(block)
-            self._settle_slots(is_needed=any(not block.is_resident for block in self._blocks))
+            self._arrangement.fit(self._arrangement.held_bytes + self.pool.slot_bytes - free_bytes)
         return max(0, before - self.target_bytes)
+
+    def give_way(self, free_bytes: int) -> None:
+        """Let that much less stay, or nothing but the rim, for another model of the pool."""
+        if free_bytes > 0 and self.is_loaded:
+            free_bytes -= self._asides.shrink()
+            self._arrangement.give_way(self._arrangement.held_bytes - max(0, free_bytes))
 
     def unload(self) -> None:
         """Give all target memory back; the model is its host masters again, without hooks."""
-        if not self.is_loaded:
-            return
-        self.is_loaded = False
-        self._hooks.remove()
-        self._flow.forget_all()
-        for block in self._all:
-            block.unbind()
-            self._drop(block)
-            self._flow.let_go(block)
-        self._asides.release()
-        self._settle_slots(is_needed=False)
+        if self.is_loaded:
+            self._release()
 
     def close(self) -> None:
         """Unload, and unpin the host memory; the model keeps it as ordinary memory."""
@@ -246,7 +244,7 @@ class ModelStreamer:
             self.pool,
             self._clock,
             masters=[(block.master.nbytes, block.master.host is not None) for block in self._all],
-            residents=[block.is_resident for block in self._blocks],
+            rests=[block.rest.nbytes if block.rest is not None else 0 for block in self._blocks],
             target_bytes=self.target_bytes,
         )
 
@@ -255,43 +253,14 @@ class ModelStreamer:
         # The modulation layers last: they are what a RAM limit leaves in the file, being read least.
         return [self._rim, *self._blocks, *self._asides.blocks]
 
-    def _hold(self, block: StreamBlock) -> bool:
-        """Give a block memory to stay in; False if the target has none left."""
-        if block.is_resident or block.depth:
-            return True
-        try:
-            block.buffer = TargetBuffer(self.pool.transfer, block.master.nbytes)
-        except torch.OutOfMemoryError:
-            # Resident blocks are a cache: with fewer of them the model computes the same.
-            _LOG.info("no memory for more resident blocks: %s and later ones stream", block.plan.path)
-            self._settle_slots(is_needed=True)
-            return False
-        block.is_resident = True
-        return True
-
-    def _drop(self, block: StreamBlock) -> None:
-        """Let a resident block's memory go."""
-        if block.is_resident and block.buffer is not None:
-            block.unbind()
-            self._flow.has_streamed = True
-            self.pool.transfer.discard(block.buffer.flat, block.buffer.lease)
-            block.buffer, block.is_resident = None, False
-            self._flow.forget(block)
-
-    def _settle_slots(self, *, is_needed: bool) -> None:
-        if is_needed:
-            self.pool.open_slots(self.largest_block_bytes)
-        elif not any(member.is_loaded for member in self.pool.members if member is not self):
-            self.pool.close_slots()
-
-    def _choose(self, target_bytes: int) -> set[int]:
-        sizes = [block.master.nbytes for block in self._blocks]
-        if target_bytes >= self.weight_bytes:
-            return set(range(len(sizes)))
-        capacity_bytes = target_bytes - self.rim_bytes - self._asides.least_bytes
-        if sum(sizes) > capacity_bytes:
-            capacity_bytes -= self.pool.slots_needed_bytes(self.largest_block_bytes)
-        return choose_residents(sizes, capacity_bytes)
+    def _release(self) -> None:
+        self.is_loaded = False
+        self._hooks.remove()
+        self._flow.forget_all()
+        self._rim.unbind()
+        self._rim.release(self.pool.transfer)
+        self._arrangement.release()
+        self._asides.release()
 
     def _check_budget(self, name: str) -> None:
         limit = self.pool.config.vram_limit_bytes

@@ -69,9 +69,11 @@ class WeightFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if not path.is_file():  # opening a pipe would wait for whoever writes to it
+                raise FileNotFoundError("no such file")
             self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise _refusal(path, f"It cannot be opened ({error.strerror})", "Check the file") from error
+        except (OSError, ValueError) as error:  # ValueError: names that no file can have
+            raise _refusal(path, f"It cannot be opened ({error})", "Check the file") from error
         try:
             size = os.fstat(self._file.fileno()).st_size
             header, self._start = _read_header(path, self._file, size)

@@ -53,7 +53,8 @@ class OffloadPanel {
   show(told) {
     const { resident_blocks: resident, streamed_blocks: streamed } = told;
     const blocks = resident + streamed;
-    this.resident.style.width = `${blocks ? (100 * resident) / blocks : 0}%`;
+    const stays = told.weight_bytes ? 1 - told.streamed_bytes / told.weight_bytes : 0;
+    this.resident.style.width = `${100 * stays}%`;
     this.bar.setAttribute("aria-label", say("{resident} of {blocks} blocks stay in VRAM", { resident, blocks }));
     this.lines.textContent = describe(told);
     this.content.title = told.bound_by === "link" ? say("A larger VRAM budget would make it faster.") : "";
@@ -62,7 +63,12 @@ class OffloadPanel {
 
 function describe(told) {
   const { resident_blocks: resident, streamed_blocks: streamed } = told;
-  const lines = [say("{resident} blocks resident, {streamed} streamed", { resident, streamed })];
+  const moved = size(told.streamed_bytes);
+  const lines = [
+    streamed
+      ? say("{resident} blocks resident, {streamed} streamed: {moved} a pass", { resident, streamed, moved })
+      : say("{resident} blocks resident, {streamed} streamed", { resident, streamed }),
+  ];
   const memory = { vram: size(told.vram_bytes), ram: size(told.ram_bytes), file: size(told.file_bytes) };
   if (told.file_bytes) lines.push(say("VRAM {vram}, RAM {ram}, from the file {file}", memory));
   else lines.push(say("VRAM {vram}, RAM {ram}", memory));

@@ -110,10 +110,15 @@ def test_shards_and_checkpoints_hold_the_same_model(models, wan):
         state = load(name).model.diffusion_model.state_dict()
         assert state.keys() == wan.keys()
         assert all(torch.equal(state[key], value.to(state[key].dtype)) for key, value in wan.items())
-    owners["patch_embedding.weight"] = "../../part-0.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
-    with pytest.raises(RequestError, match="beside it"):
-        load(shards)
+    for owner, reason in (
+        ("../../part-0.safetensors", "beside it"),
+        ("no\0file.safetensors", "opened"),
+        ("part-1.safetensors", "none of its files"),
+    ):
+        owners["patch_embedding.weight"] = owner
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+        with pytest.raises(RequestError, match=reason):
+            load(shards)
     owners["patch_embedding.weight"] = "part-0.safetensors"
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": owners | {"x": "part-0.safetensors"}})
@@ -147,6 +152,8 @@ def test_what_is_no_model_is_refused_and_leaves_nothing(models, wan):
         "absent.safetensors",
         "checkpoints/../../secret.safetensors",
         "a\0b",
+        "a" * 5000,
+        "\ud800",
         "",
     ):
         with pytest.raises(RequestError, match="no file of that name"):

@@ -27,7 +27,8 @@ def test_shows_figures_at_most_once_a_second(monkeypatch):
     event, data = sent[0]
     stats = streamed.stream.streamer.stats()
     assert event == "ferry.offload" and data["node"] == "7"
-    assert (data["resident_blocks"], data["streamed_blocks"]) == (3, 0)
+    assert (data["resident_blocks"], data["streamed_blocks"], data["streamed_bytes"]) == (3, 0, 0)
+    assert data["weight_bytes"] == stats.weight_bytes
     assert data["vram_bytes"] == stats.target_bytes == streamed.loaded_size()
     assert (
         0 <= data["stall_percent"] <= 100 and data["bound_by"] in ("link", "compute") and data["pass_s"] > 0

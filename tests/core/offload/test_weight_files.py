@@ -96,8 +96,10 @@ def test_refuses_what_is_not_whole(tmp_path):
     os.truncate(path, 60)
     with pytest.raises(OffloadError, match="shorter"):
         file.read(address, torch.zeros(24, dtype=torch.uint8))
-    with pytest.raises(RequestError, match="opened"):
-        WeightFile(tmp_path / "absent.safetensors")
+    os.mkfifo(tmp_path / "pipe.safetensors")  # opening it would wait for a writer
+    for name in ("absent", "pipe", "no\0file", "\ud800", "long" * 100):
+        with pytest.raises(RequestError, match="opened"):
+            WeightFile(tmp_path / f"{name}.safetensors")
 
 
 def test_every_dtype_that_the_format_has_is_read_bit_for_bit(tmp_path):
