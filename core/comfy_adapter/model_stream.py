@@ -12,6 +12,7 @@ from torch import nn
 
 from ..offload import ModelStreamer
 from .stream_patches import PatchValues, weight_changes
+from .stream_state import StateHook
 
 _ATTRIBUTE = "ferry_stream"
 _CAST_SETTINGS = ("comfy_cast_weights", "comfy_force_cast_weights")
@@ -32,6 +33,7 @@ class ModelStream:
         self.streamer = streamer
         self.hook_patches: dict[str, list[tuple]] = {}
         self._values = PatchValues(streamer.pool.device)
+        self._state_hook: Any = None
         self._cast_settings: list[tuple[nn.Module, dict[str, Any]]] = []
         model.__dict__[_ATTRIBUTE] = self
 
@@ -57,6 +59,8 @@ class ModelStream:
         self._values.keep([patches, self.hook_patches], int(max(0.0, room - streamer.least_bytes)) // 4)
         self.send_changes(model, patches)
         streamer.load(int(room) - self._values.nbytes)
+        if self._state_hook is None:
+            self._state_hook = model.diffusion_model._register_state_dict_hook(StateHook(streamer))
         model.device = device
         self.publish(model)
 
@@ -77,6 +81,9 @@ class ModelStream:
     def release(self, model: Any, device: torch.device) -> None:
         """Give all target memory back: a plain model on the host, as if it had never been loaded."""
         self.streamer.unload()
+        if self._state_hook is not None:
+            self._state_hook.remove()
+            self._state_hook = None
         self._values.keep([], 0)
         self.force_cast(model, enabled=False)
         model.current_weight_patches_uuid = None

@@ -17,6 +17,8 @@ from .stream_flow import BlockFlow
 from .stream_residents import choose_kept
 
 _LOG = get_logger("offload")
+# Free memory is never quite the same twice; a share of the weights that is not worth copying others again.
+_LEAST_GAIN = 0.01
 
 
 class Arrangement:
@@ -40,6 +42,7 @@ class Arrangement:
         self._flow = flow
         self._pool = pool
         self._other_slot_bytes = other_slot_bytes
+        self._is_open = False
 
     @property
     def held_bytes(self) -> int:
@@ -54,13 +57,22 @@ class Arrangement:
     def fit(self, capacity_bytes: int) -> None:
         """Let as much of the blocks stay as fits into a capacity, slots included.
 
-        A block that runs just now stays as it is.
+        A block that runs just now stays as it is, and all do where a new arrangement would gain next to
+        nothing: it would move bytes that are there already.
 
         Raises:
             torch.OutOfMemoryError: If the target has no memory for the slots.
         """
+        other_slot_bytes = self._other_slot_bytes()
+        used_bytes = self.held_bytes + self._pool.num_slots * max(self.slot_bytes, other_slot_bytes)
+        gain_bytes = capacity_bytes - used_bytes
+        if self._is_open and 0 <= gain_bytes < _LEAST_GAIN * sum(
+            block.master.nbytes for block in self._blocks
+        ):
+            self._pool.settle_slots(max(self.slot_bytes, other_slot_bytes))
+            return
         while True:
-            kept = self._choose(capacity_bytes, self._other_slot_bytes())
+            kept = self._choose(capacity_bytes, other_slot_bytes)
             try:
                 self._keep(kept)
                 return
@@ -78,6 +90,7 @@ class Arrangement:
 
     def release(self) -> None:
         """Give all target memory back, and the slots if no other model needs them."""
+        self._is_open = False
         for block in self._blocks:
             block.unbind()
             self._flow.let_go(block)
@@ -104,7 +117,7 @@ class Arrangement:
             self._flow.forget(block)
             self._flow.let_go(block)
             block.keep(min(nbytes, block.kept_bytes), self._pool.transfer)
-        self._flow.has_streamed = True
+        self._flow.has_streamed = self._is_open = True
         # After what goes and before what comes, so that the slots are sure to have memory.
         self._pool.settle_slots(slot_bytes)
         for block, nbytes in changing:

@@ -15,8 +15,9 @@ import torch
 from .leases import Lease
 from .pinned_arena import PinnedArena
 from .segments import align
-from .stream_config import StreamConfig
+from .stream_config import StreamConfig, ram_too_small
 from .stream_masters import BlockMaster
+from .stream_staging import Staging
 from .transfer import Transfer, make_transfer
 
 if TYPE_CHECKING:
@@ -79,28 +80,6 @@ class TargetBuffer:
         self.replaced.clear()
 
 
-class _Staging:
-    """Pinned host memory through which file-backed blocks go."""
-
-    def __init__(self, transfer: Transfer, nbytes: int) -> None:
-        is_cuda = transfer.device.type == "cuda"
-        self._arena = PinnedArena([nbytes], pin=is_cuda)
-        self.host = self._arena.allocate(nbytes).tensor(0, nbytes)
-        self.host.zero_()  # commits the pages before they are pinned
-        self._arena.seal()
-        self._copied = torch.cuda.Event() if is_cuda else None
-
-    def wait(self) -> None:
-        """Wait until the copy from here is over."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def note_copy(self, stream: torch.cuda.Stream | None) -> None:
-        """Record that a copy from here was just started."""
-        if self._copied is not None and stream is not None:
-            self._copied.record(stream)
-
-
 def _resident_bytes(members: Sequence[ModelStreamer]) -> int:
     return sum(member.resident_bytes for member in members)
 
@@ -137,7 +116,7 @@ class StreamPool:
         self._free: list[TargetBuffer] = []
         # Too small by now, but a block still computes from them.
         self._leaving: list[TargetBuffer] = []
-        self._staging: list[_Staging] = []
+        self._staging: list[Staging] = []
 
     @property
     def members(self) -> list[ModelStreamer]:
@@ -188,14 +167,22 @@ class StreamPool:
         Args:
             masters: The blocks.
             when_moved: Called with every tensor once its bytes have moved.
+
+        Raises:
+            RequestError: If more than the limit is in memory already, and in no file.
         """
         limit = self.config.ram_limit_bytes
+        loose = {id(master): master.loose_bytes for master in masters}
+        used_bytes = self.host_bytes + sum(loose.values())
+        if limit is not None and used_bytes > limit:
+            raise ram_too_small(limit, used_bytes, sum(loose.values()))
         chosen: list[BlockMaster] = []
         for master in masters:
-            needed = align(master.nbytes)
-            if limit is None or self.host_bytes + needed <= limit:
+            added_bytes = align(master.nbytes) - loose[id(master)]
+            if limit is None or used_bytes + added_bytes <= limit:
                 chosen.append(master)
-                self.host_bytes += needed
+                used_bytes += added_bytes
+        self.host_bytes += sum(align(master.nbytes) for master in chosen)
         if not chosen:
             return None
         arena = PinnedArena(
@@ -281,14 +268,14 @@ class StreamPool:
         buffer.changed.pop(entry.path, None)
         buffer.replaced.pop(entry.path, None)
 
-    def _take_staging(self, nbytes: int) -> _Staging:
+    def _take_staging(self, nbytes: int) -> Staging:
         if self._staging and self._staging[0].host.numel() < nbytes:
             for staging in self._staging:
                 staging.wait()
             self._staging = []
         if len(self._staging) < _NUM_STAGING:
             largest = max([nbytes, *(member.largest_block_bytes for member in self.members)])
-            self._staging.append(_Staging(self.transfer, largest))
+            self._staging.append(Staging(self.transfer, largest))
             return self._staging[-1]
         staging = self._staging.pop(0)
         self._staging.append(staging)

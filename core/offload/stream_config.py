@@ -74,3 +74,14 @@ def budget_too_small(name: str, config: StreamConfig, weight_bytes: int, least_b
         "in use and on its way",
         way_out="Raise the budget, or lower prefetch_depth",
     )
+
+
+def ram_too_small(limit_bytes: int, needed_bytes: int, loose_bytes: int) -> RequestError:
+    """Return the error for a model of which more is in memory than ``ram_limit_bytes``."""
+    return RequestError(
+        f"a RAM budget of {limit_bytes / GB:.3f} GB was asked",
+        limit=f"{loose_bytes / GB:.3f} GB of the model's weights are not in its file as they are needed "
+        "(another dtype, tensors that are joined) and have to be in RAM; with what shares the budget it "
+        f"takes {needed_bytes / GB:.3f} GB",
+        way_out="Raise the RAM budget (0: no limit), or load the file in its own dtype",
+    )

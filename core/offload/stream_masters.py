@@ -124,6 +124,14 @@ class BlockMaster:
                         own.copy_(leaf)
                     set_data(leaf, own)
 
+    @property
+    def loose_bytes(self) -> int:
+        """Bytes in ordinary memory, though the model comes from files; 0 if it does not."""
+        if not self._files or self.host is not None:
+            return 0
+        leaves = [leaf for own in self._leaves.values() for leaf in own if leaf.device.type == "cpu"]
+        return sum(extent_bytes(leaf) for leaf in leaves if not any(file.holds(leaf) for file in self._files))
+
     def cuts(self) -> list[int]:
         """Return where the block can be cut so that no tensor is in two parts, from 0 to its size.
 

@@ -223,6 +223,17 @@ class ModelStreamer:
         """Return the model's own object of that path, whatever stands there now; over the host bytes."""
         return next((block.entries[path].tensor for block in self._all if path in block.entries), None)
 
+    def running(self, path: str) -> torch.Tensor | None:
+        """Return a tensor on the target as the model computes with it; None if there is none of that path."""
+        block = next((block for block in self._all if path in block.entries), None)
+        if block is None:
+            return None
+        tensor = block.entries[path].tensor.to(self.pool.device)
+        if path not in block.changes:
+            return tensor
+        with torch.no_grad():
+            return block.changes[path].apply(tensor)
+
     def call_around_pass(
         self, *, before: BeforePass | None = None, after: Callable[[], None] | None = None
     ) -> None:

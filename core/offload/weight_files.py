@@ -91,6 +91,10 @@ class WeightFile:
         """Return every tensor by name, over the mapping."""
         return {name: self._tensor(*entry) for name, entry in self._entries.items()}
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies over this file's mapping."""
+        return 0 <= tensor.data_ptr() - self._bytes.data_ptr() < self._bytes.numel()
+
     def read(self, address: int, destination: torch.Tensor) -> bool:
         """Read the bytes at a mapped address from the file.
 

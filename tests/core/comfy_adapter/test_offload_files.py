@@ -86,6 +86,9 @@ def test_the_stock_loaders_model_within_both_budgets(models, wan):
     assert torch.equal(picture(streamed), expected)
     assert streamed.stream.streamer.stats().num_streamed > 0
     assert torch.equal(picture(with_lora(streamed)), picture(with_lora(plain)))
+    # Weights of another dtype are in no file: they count as RAM, and have to fit there.
+    with pytest.raises(RequestError, match="RAM budget of 0.000 GB.*another dtype"):
+        load("wan.safetensors", weight_dtype="fp8_e4m3fn", ram_gb=0.0004)
     fp8 = load("wan.safetensors", weight_dtype="fp8_e4m3fn")
     assert torch.equal(picture(fp8), picture(stock(path, dtype=torch.float8_e4m3fn)))
 
