@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
 from ferry_support.sampling import prompts, sample, with_lora
+from ferry_support.tiny_models import noise, randomize
 from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = pytest.mark.comfy
@@ -193,3 +195,95 @@ def test_refusals():
     streamed.add_weight_wrapper(next(iter(model.model.state_dict())), lambda weight: weight)
     with pytest.raises(RequestError, match="wrapped weights"):
         sample(streamed, "wan", steps=1)
+
+
+def controlnet(plain):
+    """A ControlNet for a UNet, and a Control-LoRA that takes the UNet's own weights."""
+    import comfy.cldm.cldm
+    import comfy.controlnet
+    import comfy.ops
+
+    config = {**plain.model.model_config.unet_config, "dtype": torch.float32, "device": None}
+    config.pop("out_channels")
+    config.pop("use_temporal_attention")
+    with torch.inference_mode():
+        network = comfy.cldm.cldm.ControlNet(
+            hint_channels=3, operations=comfy.ops.disable_weight_init, **config
+        )
+        randomize(network)
+    own = {
+        name: value.clone()
+        for name, value in network.state_dict().items()
+        if name.startswith(("input_hint_block", "zero_convs", "middle_block_out"))
+    }
+    lora = {
+        "time_embed.0.up": 0.1 * noise(256, 4),
+        "time_embed.0.down": 0.1 * noise(4, 64),
+        "lora_controlnet": torch.tensor([]),
+    }
+    yield comfy.controlnet.ControlNet(network, load_device=torch.device("cpu"))
+    yield comfy.controlnet.ControlLora(own | lora)
+
+
+def test_control_nets_and_control_loras():
+    import nodes
+
+    plain = PATCHERS["sdxl"].build()
+    streamed = offload(plain, vram_gb=budget_gb(plain, 0.3))
+    size = 8 * PATCHERS["sdxl"].latent_shape[-1]
+    image, given = noise(1, size, size, 3).sigmoid(), prompts("sdxl")
+    pictures = []
+    for control in controlnet(plain):
+        positive, negative = nodes.ControlNetApplyAdvanced().apply_controlnet(
+            given["positive"], given["negative"], control, image, 0.9, 0.0, 1.0
+        )
+        conditioning = {"positive": positive, "negative": negative}
+        # A Control-LoRA computes with patched weights, as the model does.
+        for strength in (1.0, 0.0):
+            expected, actual = (
+                sample(with_lora(model, strength), "sdxl", conditioning=conditioning, steps=1)
+                for model in (plain, streamed)
+            )
+            assert torch.equal(actual, expected)
+            pictures.append(expected)
+    assert all(not torch.equal(one, two) for one, two in itertools.combinations(pictures, 2))
+    denoiser = streamed.model.diffusion_model
+    state, host = denoiser.state_dict(), plain.model.diffusion_model.state_dict()
+    assert state.keys() == host.keys() and all(torch.equal(state[name], host[name]) for name in host)
+    streamed.unpatch_model(torch.device("cpu"))
+    assert type(denoiser.state_dict()) is type(host)
+
+
+def adapter_file(model, form):
+    """An adapter of another kind than LoRA on every Linear of the first block."""
+    state = {}
+    for name, weight in model.model.diffusion_model.state_dict().items():
+        if ".0." not in name or not name.endswith(".weight") or weight.ndim != 2:
+            continue
+        base, (rows, columns) = f"diffusion_model.{name.removesuffix('.weight')}", weight.shape
+        if form == "dora":
+            state[f"{base}.lora_up.weight"] = 0.1 * noise(rows, 4)
+            state[f"{base}.lora_down.weight"] = 0.1 * noise(4, columns, seed=1)
+            state[f"{base}.dora_scale"] = 1 + 0.1 * noise(rows, 1, seed=2)
+        else:
+            state[f"{base}.lokr_w1"] = 0.1 * noise(4, 4)
+            state[f"{base}.lokr_w2"] = 0.1 * noise(rows // 4, columns // 4, seed=1)
+    return state
+
+
+def test_other_adapters_than_lora():
+    import comfy.sd
+
+    plain = PATCHERS["wan"].build(dtype=torch.bfloat16)
+    streamed = offload(plain, vram_gb=budget_gb(plain, 0.4))
+    for form in ("dora", "lokr"):
+        pictures = []
+        for model in (plain, streamed):
+            patched = model
+            for strength in (0.8, -0.5):
+                patched = comfy.sd.load_lora_for_models(
+                    patched, None, adapter_file(plain, form), strength, 0
+                )[0]
+            assert len(patched.patches) == 14
+            pictures.append(sample(patched, "wan", steps=1))
+        assert torch.equal(*pictures)
