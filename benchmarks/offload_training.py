@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_memory import graph_pool_bytes
 from offload_rows import RIVALS, ROWS, Job
 
 MARK = "RESULT "
@@ -60,12 +61,6 @@ def run_row(job: Job, *, warm_up: int, steps: int) -> dict[str, Any]:
         result["ahead"] = job.ahead
         result["stats"] = {**dataclasses.asdict(job.manager.stats()), "bound": job.manager.stats().bound}
     return result
-
-
-def graph_pool_bytes() -> int:
-    """Return the memory kept for CUDA graphs, which counts as allocated only while they are recorded."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] != (0, 0))
 
 
 def start_row(arguments: argparse.Namespace, row: str, pixels: int) -> dict[str, Any]:
