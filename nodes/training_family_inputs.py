@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..core.comfy_adapter import AUTO, AUTO_GUIDANCE, NOISE_RANGES
 from ..core.training import LOSS_WEIGHTINGS, TIMESTEP_SAMPLINGS
-from .schema import known
+from .schema import advanced
 from .types import TrainingCacheSocket
 
 
@@ -16,7 +16,7 @@ def family_inputs() -> list[Any]:
     """Return inputs that came later: optional and last, so that prompts saved without them keep working."""
 
     def extra(kind: Any, name: str, **arguments: Any) -> Any:
-        return kind.Input(name, optional=True, **arguments, **known(kind.Input, advanced=True))
+        return advanced(kind.Input(name, optional=True, **arguments))
 
     return [
         TrainingCacheSocket.Input(

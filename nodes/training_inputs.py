@@ -13,7 +13,7 @@ from ..core.comfy_adapter import (
     resume_choices,
 )
 from ..core.training import ALGORITHMS, LOSSES, OPTIMIZERS, SCHEDULES
-from .schema import known
+from .schema import advanced
 
 
 def basic_inputs() -> list[Any]:
@@ -88,7 +88,7 @@ def advanced_inputs() -> list[Any]:
     """Return what has a good default."""
 
     def extra(kind: Any, name: str, **arguments: Any) -> Any:
-        return kind.Input(name, **arguments, **known(kind.Input, advanced=True))
+        return advanced(kind.Input(name, **arguments))
 
     return [
         extra(io.Int, "batch_size", default=1, min=1, max=1024, tooltip="Latents per forward pass."),

@@ -22,7 +22,9 @@ def run_example(tmp_path):
     (tmp_path / "comfyui_ferry").symlink_to(ROOT, target_is_directory=True)
 
     def run(*command):
-        environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"
+        }  # fmt: skip
         done = subprocess.run(
             [sys.executable, *command],
             capture_output=True,
@@ -52,12 +54,16 @@ def test_offload_training_learns_as_without_it_and_gives_the_memory_back(run_exa
 
 
 def test_a_lora_is_trained_on_a_diffusers_model(run_example, tmp_path):
-    if importlib.util.find_spec("diffusers") is None:
-        pytest.skip("needs diffusers")
+    for name in ("accelerate", "diffusers"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    # Two processes, as `accelerate launch --num_processes 2` starts them.
     output = run_example(
-        EXAMPLES / "diffusers_lora.py", "--device=cpu", "--steps=20", "--output=lora.safetensors"
-    )
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        EXAMPLES / "diffusers_lora.py", "--steps=20", "--batch-size=2", "--output=lora.safetensors",
+    )  # fmt: skip
     losses = losses_of(output)
+    assert len(losses) == 20  # one process prints
     assert sum(losses[-5:]) < sum(losses[:5])
     tensors = load_file(tmp_path / "lora.safetensors")
     # The text that leaves the last block goes nowhere: its layer's up matrix stays at zero, and so does its

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ferry_support.graph_check import missing_nodes, problems
 from ferry_support.make_model_workflows import NEWER, OLDER, PAGE, build_all, definitions, dump, render_page
+from ferry_support.make_workflow import CACHING_WORKFLOW, WORKFLOW, build_caching_workflow, build_workflow
 from ferry_support.node_definitions import read_definitions
 from ferry_support.workflow_models import MODELS
 from PIL import Image
@@ -50,6 +51,10 @@ def test_the_files_and_the_page_are_what_the_script_writes():
     for name, graph in build_all(definitions()).items():
         assert (ROOT / "workflows" / name).read_text(encoding="utf-8") == dump(graph), (
             f"{name}: run `python -m support.make_model_workflows` in tests"
+        )
+    for path, build in ((WORKFLOW, build_workflow), (CACHING_WORKFLOW, build_caching_workflow)):
+        assert read(path) == build(definitions()), (
+            f"{path.name}: run `python -m support.make_workflow` in tests"
         )
     assert PAGE.read_text(encoding="utf-8") == render_page()
 

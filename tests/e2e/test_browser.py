@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ferry_support.browser import FIT_VIEW, open_page, wait_until_ready
 from ferry_support.comfy_server import PACK, ComfyServer, comfyui_version
-from ferry_support.opened_workflows import NAMES, Canvas, path_of, runs_here
+from ferry_support.opened_workflows import NAMES, Canvas, runs_here
 from ferry_support.workflow_models import MODELS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.e2e, pytest.mark.timeout(500)]
@@ -241,10 +241,26 @@ def test_settings_decide_what_auto_means_and_the_words_are_chinese(
         server.post("/settings", {"Comfy.Locale": "en", "Comfy.ColorPalette": "dark"} | _NO_SETTINGS)
 
 
+_HIDDEN = "() => app.graph._nodes[0].widgets.filter(({hidden}) => hidden).map(({name}) => name)"
+_HEIGHT = "() => app.graph._nodes[0].size[1]"
+
+
 def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: Path) -> None:
     page.evaluate("() => app.graph.clear()")
     node = page.evaluate(_ADD_NODE, "FerryTrainLoraOffload")
     page.evaluate("""() => { app.canvas.ds.scale = 1; app.graph._nodes[0].pos = [300, 50]; }""")
+    # What has a good default is folded away, but nothing that somebody chose.
+    fold = page.locator(".ferry-fold button")
+    page.wait_for_function(f"() => ({_HIDDEN})().length > 20", timeout=10_000)
+    height = page.evaluate(_HEIGHT)
+    fold.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate(_HIDDEN) == [] and page.evaluate(_HEIGHT) > height + 500
+    page.evaluate(_SET, [node, "batch_size", 2])
+    page.keyboard.press("Enter")
+    hidden = page.evaluate(_HIDDEN)
+    assert fold.inner_text() == f"More inputs ({len(hidden)})"
+    assert "grad_accumulation_steps" in hidden and not {"batch_size", "steps"} & set(hidden)
     told = {"prompt_id": "some-prompt", "node_id": str(node), "steps": 20, "average_loss": 0.5}
     told |= {"gpu_bytes": 5.1e9, "gpu_total_bytes": 24e9, "gpu_peak_bytes": 7.9e9, "gpu_planned_bytes": 7.8e9}
     told |= {"pinned_bytes": 41e9, "stalled_share": 0.125, "predicted_seconds": 0.24}
@@ -279,9 +295,11 @@ _SAVED_BEFORE = sorted((PACK / "tests" / "data" / "saved_workflows").glob("*/*.j
 
 def test_every_workflow_opens_as_it_was_written_and_some_run(page: Any, server: ComfyServer) -> None:
     canvas, definitions = Canvas(server, page), server.get("/object_info")
-    for path in (*map(path_of, NAMES), *_SAVED_BEFORE):
+    shipped = sorted((PACK / "workflows").glob("*.json"))
+    for path in (*shipped, *_SAVED_BEFORE):
         if runs_here(path.stem):
             canvas.check(path, definitions)
+            assert path not in shipped or canvas.misplaced() == [], path.name
     for name in _EXECUTED:
         canvas.run(name)
     # Each expert has two blocks. The budget holds one expert; the second gets what the first's rim leaves.

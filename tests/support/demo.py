@@ -104,7 +104,9 @@ def _demo() -> int:
     print(f"4. Done in {time.monotonic() - start_s:.0f} s:", flush=True)
     for kind, path in files:
         print(f"   {kind:<24} {path}")
-    print(f"Open {WORKFLOW} in your own ComfyUI: drag it onto the canvas.")
+    print("To run it in your own ComfyUI, copy the small files there and drag the workflow onto the canvas:")
+    print(f"   cp -rL {base}/models {base}/input YOUR_COMFYUI/")
+    print(f"   {WORKFLOW}")
     return 0
 
 

@@ -55,6 +55,7 @@ def sampling_graph(object_info: dict[str, Any], model: WorkflowModel, mode: Mode
     save(sheet, model, parts, samples)
     sheet.column(0)
     sheet.note(sampling_note(model, mode), 640)
+    sheet.arrange()
     for column, title in enumerate(("Models", "Prompt", "Sampling", "Result"), start=1):
         sheet.group(title, column, column, "#3f789e" if column < 3 else "#3f7a4f")
     return sheet.builder.graph()
@@ -92,6 +93,7 @@ def training_graph(object_info: dict[str, Any], model: WorkflowModel) -> dict[st
         sheet.add("LossGraphNode", loss=losses, filename_prefix=f"loss_{model.key}{name}")
     sheet.column(0)
     sheet.note(training_note(model), 760)
+    sheet.arrange()
     for title, first, final in (
         ("Models", 1, 1),
         ("Pictures", 2, 2),

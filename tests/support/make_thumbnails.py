@@ -23,6 +23,10 @@ _SETTINGS = """async () => { const set = (name, value) => app.extensionManager.s
     await set('LiteGraph.Canvas.MinFontSizeForLOD', 0); await set('Comfy.Graph.CanvasInfo', false);
     await set('Comfy.Minimap.Visible', false); app.canvas.low_quality_zoom_threshold = 0; }"""
 _OPEN = "async graph => { await app.loadGraphData(graph, true, false); }"
+_TINY_FILES = (
+    "diffusion_models/ferry_tiny_wan", "vae/ferry_tiny_wan_vae", "conditioning/ferry_digit_3",
+    "conditioning/ferry_empty", "text_encoders/umt5_xxl_fp8_e4m3fn_scaled",
+)  # fmt: skip
 _QUIET = """() => { const style = document.createElement('style'); style.textContent =
     '.p-dialog-mask, .p-toast, .p-panel, .p-buttongroup { display: none !important; }';
     document.head.append(style); }"""
@@ -38,14 +42,15 @@ _BOX = """() => { const scale = app.canvas.ds.scale, offset = app.canvas.ds.offs
 
 def _name_files(base: Path) -> None:
     """Create empty files of every name, so that no loader is shown as lacking its file."""
-    for model in MODELS:
-        for file in model.files:
-            path = base / "models" / file.directory / file.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-    (base / "input" / "my_pictures").mkdir(parents=True)
-    Image.new("RGB", (64, 64)).save(base / "input" / "example.png")
-    Image.new("RGB", (64, 64)).save(base / "input" / "my_pictures" / "one.png")
+    names = [f"{file.directory}/{file.name}" for model in MODELS for file in model.files]
+    for name in (*names, *(f"{tiny}.safetensors" for tiny in _TINY_FILES)):
+        path = base / "models" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for name in ("example.png", "my_pictures/one.png", "ferry_style/one.png"):
+        path = base / "input" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64)).save(path)
 
 
 def main() -> None:

@@ -7,12 +7,11 @@ notes are for the person who opens the file.
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from .comfy_server import PACK, ComfyServer
+from .comfy_server import PACK
 from .graph_builder import GraphBuilder, Output
+from .make_model_workflows import definitions
 
 WORKFLOW = PACK / "workflows" / "train_and_sample.json"
 CACHING_WORKFLOW = PACK / "workflows" / "pictures_to_lora.json"
@@ -26,7 +25,10 @@ The LoRA is saved under `output/loras`, and *Plot Loss Graph* shows how the loss
 
 Use your own: choose a model and a VAE in the loaders, a folder of pictures under `input`, and encoded
 captions (*Save Conditioning* behind any text encoder writes them), then raise `steps` and lower
-`learning_rate`."""
+`learning_rate`.
+
+The small files that the loaders name are made by `./run demo` in the pack's folder; its last line says how to
+copy them here."""
 _SAMPLING = """## 2. Sample with it, in parallel
 
 *Parallel Sampler* is KSampler on several GPUs: here 2 workers share one picture (`ulysses_degree` 2). On a
@@ -82,7 +84,7 @@ def build_caching_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
     _lora, losses, _steps = builder.add(
         "FerryTrainLoraOffload",
         (820, 100),
-        node_size=(360, 1100),
+        node_size=(360, 860),
         model=model,
         training_data=data,
         steps=120,
@@ -92,7 +94,7 @@ def build_caching_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
     )
     builder.add("LossGraphNode", (1220, 100), node_size=(360, 400), loss=losses, filename_prefix="loss_graph")
     builder.note(_CACHING, (1220, 560), (360, 520))
-    builder.group("Pictures, cache, LoRA", (400, 30, 1200, 1190), "#8a6d3b")
+    builder.group("Pictures, cache, LoRA", (400, 30, 1200, 1080), "#8a6d3b")
     return builder.graph()
 
 
@@ -130,8 +132,8 @@ def _add_training(builder: GraphBuilder, model: Output, vae: Output, positive: O
     (latents,) = builder.add("VAEEncode", (420, 220), pixels=pictures, vae=vae)
     lora, losses, _steps = builder.add(
         "FerryTrainLoraOffload",
-        (780, 100),
-        node_size=(360, 660),
+        (800, 100),
+        node_size=(360, 860),
         model=model,
         latents=latents,
         positive=positive,
@@ -144,18 +146,18 @@ def _add_training(builder: GraphBuilder, model: Output, vae: Output, positive: O
         batch_size=8,
         lora_dtype="fp32",
     )
-    builder.add("LossGraphNode", (1180, 100), node_size=(360, 400), loss=losses, filename_prefix="loss_graph")
-    builder.note(_TRAINING, (420, 360), (330, 400))
-    builder.group("1. Train a LoRA", (400, 30, 1160, 780), "#8a6d3b")
+    builder.add("LossGraphNode", (420, 360), node_size=(340, 400), loss=losses, filename_prefix="loss_graph")
+    builder.note(_TRAINING, (20, 680), (360, 440))
+    builder.group("1. Train a LoRA", (400, 30, 780, 1010), "#8a6d3b")
     return lora
 
 
 def _add_sampling(
     builder: GraphBuilder, model: Output, vae: Output, lora: Output, positive: Output, negative: Output
 ) -> None:
-    (with_lora,) = builder.add("LoraModelLoader", (1620, 100), model=model, lora=lora, strength_model=1.0)
+    (with_lora,) = builder.add("LoraModelLoader", (1220, 100), model=model, lora=lora, strength_model=1.0)
     (latent,) = builder.add(
-        "EmptyHunyuanLatentVideo", (1620, 240), width=64, height=64, length=1, batch_size=1
+        "EmptyHunyuanLatentVideo", (1220, 270), width=64, height=64, length=1, batch_size=1
     )
     shared: dict[str, Any] = {
         "seed": _SEED,
@@ -170,8 +172,8 @@ def _add_sampling(
     }
     (parallel,) = builder.add(
         "FerryParallelSampler",
-        (1980, 100),
-        node_size=(360, 540),
+        (1580, 100),
+        node_size=(360, 620),
         model=with_lora,
         gpus=2,
         cfg_degree=1,
@@ -180,34 +182,33 @@ def _add_sampling(
     )
     (single,) = builder.add(
         "KSampler",
-        (1980, 700),
+        (1580, 800),
         node_title="KSampler (without the LoRA)",
-        node_size=(360, 560),
+        node_size=(360, 320),
         model=model,
         **shared,
     )
-    for samples, row, name in ((parallel, 100, "with_lora"), (single, 700, "without_lora")):
-        (image,) = builder.add("VAEDecode", (2380, row), node_size=(220, 60), samples=samples, vae=vae)
+    for samples, row, name in ((parallel, 100, "with_lora"), (single, 720, "without_lora")):
+        (image,) = builder.add("VAEDecode", (1980, row), node_size=(220, 60), samples=samples, vae=vae)
         (large,) = builder.add(
-            "ImageScaleBy", (2380, row + 100), image=image, upscale_method="nearest-exact", scale_by=4.0
+            "ImageScaleBy", (1980, row + 100), image=image, upscale_method="nearest-exact", scale_by=4.0
         )
         builder.add(
             "SaveImage",
-            (2380, row + 250),
-            node_size=(320, 320),
+            (1980, row + 250),
+            node_size=(320, 280),
             images=large,
             filename_prefix=f"ferry/{name}",
         )
-    builder.note(_SAMPLING, (1620, 460), (330, 300))
-    builder.group("2. Sample with the LoRA, in parallel", (1600, 30, 1160, 1270), "#3f7a4f")
+    builder.note(_SAMPLING, (1220, 500), (330, 260))
+    builder.group("2. Sample with the LoRA, in parallel", (1200, 30, 1120, 1240), "#3f7a4f")
 
 
 def main() -> None:
-    """Ask a server for its nodes and write the files."""
-    with tempfile.TemporaryDirectory() as base, ComfyServer(Path(base)) as server:
-        object_info = server.get("/object_info")
+    """Write the files."""
+    known = definitions()
     for path, build in ((WORKFLOW, build_workflow), (CACHING_WORKFLOW, build_caching_workflow)):
-        path.write_text(json.dumps(build(object_info), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(build(known), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,21 @@ _OPEN = """async graph => {
     const failed = app.graph._nodes.filter(node => node.has_errors
         || !(node.type in LiteGraph.registered_node_types)).map(node => node.type);
     return [failed, (await app.graphToPrompt()).output]; }"""
+# Nodes that overlap, or that are only partly within a group's frame; a node's title is 30 pixels above it.
+_MISPLACED = """async () => {
+    await new Promise(done => setTimeout(done));  // panels have made their nodes fit
+    app.canvas.draw(true, true);
+    const box = item => [item.pos[0], item.pos[1], item.pos[0] + item.size[0], item.pos[1] + item.size[1]];
+    const boxes = app.graph._nodes.map(node => [`${node.type} ${node.id}`, box(node)]);
+    for (const [, edges] of boxes) edges[1] -= 30;
+    const meet = (one, other) =>
+        one[0] < other[2] && other[0] < one[2] && one[1] < other[3] && other[1] < one[3];
+    const overlaps = boxes.flatMap(([name, one], index) => boxes.slice(index + 1)
+        .filter(([, other]) => meet(one, other)).map(([other]) => `${name} overlaps ${other}`));
+    const parted = app.graph._groups.flatMap(group => { const frame = box(group); return boxes
+        .filter(([, edges]) => meet(edges, frame) && !(edges[0] >= frame[0] && edges[1] >= frame[1]
+            && edges[2] <= frame[2] && edges[3] <= frame[3])).map(([name]) => `${name}: ${group.title}`); });
+    return [...overlaps, ...parted]; }"""
 _STREAMING = """() => app.graph._nodes.filter(node => node.type === 'FerryLoadDiffusionModelOffload')
     .map(node => node.widgets.find(widget => widget.name === 'ferry_offload').element)
     .map(panel => panel.firstChild.getAttribute('aria-label') + '\\n' + panel.lastChild.textContent)"""
@@ -81,6 +96,10 @@ class Canvas:
             assert prompt[node_id]["inputs"] == node["inputs"], f"{path.name}: {node['class_type']}"
         videos = [node["inputs"] for node in prompt.values() if node["class_type"] == "SaveVideo"]
         assert all(inputs["format"] == "auto" for inputs in videos), path.name
+
+    def misplaced(self) -> list[str]:
+        """Return which nodes of the open file overlap, or stick out of a frame."""
+        return self.page.evaluate(_MISPLACED)
 
     def run(self, name: str, **values: Any) -> PromptResult:
         """Open a shipped file and run it on small sizes with few steps.

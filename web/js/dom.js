@@ -22,7 +22,10 @@ export function button(text, title, onclick) {
   return element("button", { type: "button", className: "ferry-button", textContent: text, title, onclick, style });
 }
 
-/** Put `content` on a node as its last widget; it is part of neither workflow nor prompt. */
+// From top to bottom; extensions are loaded in any order.
+const PANELS = ["ferry_fold", "ferry_gpu_map", "ferry_offload", "ferry_training", "ferry_budget"];
+
+/** Put `content` on a node below its other widgets; it is part of neither workflow nor prompt. */
 export function addPanel(node, name, content, height, margin = 10) {
   const widget = node.addDOMWidget(name, "ferry_panel", content, {
     serialize: false,
@@ -32,6 +35,9 @@ export function addPanel(node, name, content, height, margin = 10) {
     getMaxHeight: () => height,
   });
   widget.serialize = false;
+  const panels = node.widgets.filter(({ type }) => type === "ferry_panel");
+  panels.sort((one, other) => PANELS.indexOf(one.name) - PANELS.indexOf(other.name));
+  node.widgets.splice(node.widgets.length - panels.length, panels.length, ...panels);
   // A new node is as large as it was without the panel, and so is one from a workflow saved before.
   const before = node.onConfigure;
   node.onConfigure = function (...values) {

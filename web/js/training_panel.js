@@ -2,7 +2,7 @@
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
-import { addPanel, button, element, PANEL_STYLE } from "./dom.js";
+import { addPanel, button, element, findById, keepById, PANEL_STYLE } from "./dom.js";
 import { say } from "./language.js";
 
 const NODE = "FerryTrainLoraOffload";
@@ -17,28 +17,17 @@ const panels = new Map(); // node id -> panel
 app.registerExtension({
   name: "ComfyUI-Ferry.TrainingPanel",
   async setup() {
-    api.addEventListener(EVENT, ({ detail }) => panels.get(String(detail.node_id))?.show(detail));
+    api.addEventListener(EVENT, ({ detail }) => findById(panels, detail.node_id)?.show(detail));
     // After a reload of the page: what runs now.
     const answer = await api.fetchApi("/ferry/trainings");
     if (!answer.ok) return;
-    for (const training of await answer.json()) panels.get(String(training.node_id))?.show(training);
+    for (const training of await answer.json()) findById(panels, training.node_id)?.show(training);
   },
   nodeCreated(node) {
     if (node.comfyClass !== NODE) return;
     const panel = new TrainingPanel();
     addPanel(node, "ferry_training", panel.content, PANEL_HEIGHT);
-    const register = () => panels.set(String(node.id), panel);
-    for (const [name, action] of [
-      ["onAdded", register],
-      ["onConfigure", register],
-      ["onRemoved", () => panels.delete(String(node.id))],
-    ]) {
-      const before = node[name];
-      node[name] = function (...values) {
-        action();
-        return before?.apply(this, values);
-      };
-    }
+    keepById(panels, node, panel);
   },
 });
 
