@@ -43,6 +43,8 @@ class Arrangement:
         self._pool = pool
         self._other_slot_bytes = other_slot_bytes
         self._is_open = False
+        # The last request, answered as well as it can be.
+        self._fitted_to: tuple[int, int] | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -64,13 +66,10 @@ class Arrangement:
             torch.OutOfMemoryError: If the target has no memory for the slots.
         """
         other_slot_bytes = self._other_slot_bytes()
-        used_bytes = self.held_bytes + self._pool.num_slots * max(self.slot_bytes, other_slot_bytes)
-        gain_bytes = capacity_bytes - used_bytes
-        if self._is_open and 0 <= gain_bytes < _LEAST_GAIN * sum(
-            block.master.nbytes for block in self._blocks
-        ):
+        if self._suits(capacity_bytes, other_slot_bytes):
             self._pool.settle_slots(max(self.slot_bytes, other_slot_bytes))
             return
+        self._fitted_to = (capacity_bytes, other_slot_bytes)
         while True:
             kept = self._choose(capacity_bytes, other_slot_bytes)
             try:
@@ -82,20 +81,31 @@ class Arrangement:
                     raise
                 _LOG.info("the target has no memory for %d bytes of resident weights", sum(kept))
                 capacity_bytes = min(capacity_bytes, sum(kept)) * 3 // 4
+                self._fitted_to = None
 
     def give_way(self, held_bytes: int) -> None:
         """Let at most ``held_bytes`` stay, whatever slots that takes: those belong to another model now."""
+        self._fitted_to = None
         largest = max((block.master.nbytes for block in self._blocks), default=0)
         self._keep(self._choose(held_bytes + self._pool.num_slots * largest, largest))
 
     def release(self) -> None:
         """Give all target memory back, and the slots if no other model needs them."""
-        self._is_open = False
+        self._is_open, self._fitted_to = False, None
         for block in self._blocks:
             block.unbind()
             self._flow.let_go(block)
             block.release(self._pool.transfer)
         self._pool.settle_slots(self._other_slot_bytes())
+
+    def _suits(self, capacity_bytes: int, other_slot_bytes: int) -> bool:
+        """Return whether the present arrangement fits, and next to nothing more would."""
+        used_bytes = self.held_bytes + self._pool.num_slots * max(self.slot_bytes, other_slot_bytes)
+        gain_bytes = capacity_bytes - used_bytes
+        if not self._is_open or gain_bytes < 0:
+            return False
+        least_gain_bytes = _LEAST_GAIN * sum(block.master.nbytes for block in self._blocks)
+        return gain_bytes < least_gain_bytes or self._fitted_to == (capacity_bytes, other_slot_bytes)
 
     def _choose(self, capacity_bytes: int, least_slot_bytes: int) -> list[int]:
         return choose_kept(

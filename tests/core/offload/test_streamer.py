@@ -178,6 +178,13 @@ def test_parts_of_blocks_stay_and_only_what_is_new_moves(ram_bytes):
     assert {block.kept_bytes for block in streamer._blocks} == stayed[-1]
     partly = [0 < block.kept_bytes < block.master.nbytes for block in streamer._blocks]
     assert sum(partly) > 2 and len({frozenset(each) for each in stayed}) > 2
+    # Nor does the same request, whatever is left of it.
+    planned = []
+    choose = streamer._arrangement._choose
+    streamer._arrangement._choose = lambda *given: planned.append(given) or choose(*given)
+    for _ in range(3):
+        streamer.load(budget + 700)
+    assert len(planned) <= 1
 
 
 def test_changes_come_and_go_without_a_reload():
