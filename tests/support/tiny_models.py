@@ -119,19 +119,21 @@ def build_ltxv(**changes: Any) -> nn.Module:
     return finish(LTXVModel, config | changes)
 
 
+LTX2: Inputs = {
+    "audio_in_channels": 128, "cross_attention_dim": 48,
+    "audio_cross_attention_dim": 24, "attention_head_dim": 16, "audio_attention_head_dim": 8,
+    "num_attention_heads": 3, "audio_num_attention_heads": 3, "caption_channels": 40, "num_layers": 2,
+    "rope_type": "split", "apply_gated_attention": True, "connector_num_attention_heads": 2,
+    "connector_attention_head_dim": 20, "audio_connector_num_attention_heads": 2,
+    "audio_connector_attention_head_dim": 20, "connector_num_layers": 1,
+}  # fmt: skip
+
+
 def build_ltxav(**changes: Any) -> nn.Module:
     """Return an LTX-2: video and audio."""
     from comfy.ldm.lightricks.av_model import LTXAVModel
 
-    config: Inputs = {
-        "in_channels": 8, "audio_in_channels": 128, "cross_attention_dim": 48,
-        "audio_cross_attention_dim": 24, "attention_head_dim": 16, "audio_attention_head_dim": 8,
-        "num_attention_heads": 3, "audio_num_attention_heads": 3, "caption_channels": 40, "num_layers": 2,
-        "rope_type": "split", "apply_gated_attention": True, "connector_num_attention_heads": 2,
-        "connector_attention_head_dim": 20, "audio_connector_num_attention_heads": 2,
-        "audio_connector_attention_head_dim": 20, "connector_num_layers": 1,
-    }  # fmt: skip
-    return finish(LTXAVModel, config | changes)
+    return finish(LTXAVModel, LTX2 | {"in_channels": 8} | changes)
 
 
 def build_sdxl() -> nn.Module:

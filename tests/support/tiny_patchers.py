@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ferry_support.tiny_models import is_newer_comfyui, noise, randomize
+from ferry_support.tiny_models import LTX2, is_newer_comfyui, noise, randomize
 
 Options = dict[str, Any]
 
@@ -146,17 +146,9 @@ def tiny_sdxl(**changes: Any) -> Any:
 
 def tiny_ltx2(**changes: Any) -> Any:
     """Return an LTX-2 MODEL: video and audio. Newer ComfyUI only."""
-    config: Options = {
-        "image_model": "ltxav", "in_channels": 128, "audio_in_channels": 128, "cross_attention_dim": 48,
-        "audio_cross_attention_dim": 24, "attention_head_dim": 16, "audio_attention_head_dim": 8,
-        "num_attention_heads": 3, "audio_num_attention_heads": 3, "caption_channels": 40, "num_layers": 2,
-        "rope_type": "split", "apply_gated_attention": True, "connector_num_attention_heads": 2,
-        "connector_attention_head_dim": 20, "audio_connector_num_attention_heads": 2,
-        "audio_connector_attention_head_dim": 20, "connector_num_layers": 1,
-    }  # fmt: skip
     if not is_newer_comfyui():
         pytest.skip("this ComfyUI has no LTX-2")
-    return build_patcher("LTXAV", config | changes)
+    return build_patcher("LTXAV", LTX2 | {"image_model": "ltxav", "in_channels": 128} | changes)
 
 
 def _flux_options(seed: int) -> Options:

@@ -8,22 +8,15 @@ import os
 from pathlib import Path
 
 import pytest
-from comfyui_ferry.core.comfy_adapter import close_workers, worker_groups
+from comfyui_ferry.core.comfy_adapter import worker_groups
 from ferry_support.sampling import ULYSSES_2, parallel, sample
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(180), pytest.mark.usefixtures("workers_of_the_test")]
 
 # Forked ones share this process' memory until either writes to it, which would be counted as growth.
 REAL_WORKERS = True
 KIND = "wan"
-
-
-@pytest.fixture(autouse=True)
-def no_workers_left():
-    close_workers()
-    yield
-    close_workers()
 
 
 def memory(pids: list[int]) -> tuple[int, int]:

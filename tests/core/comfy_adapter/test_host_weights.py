@@ -9,7 +9,6 @@ import pytest
 import torch
 from comfyui_ferry.core.comfy_adapter import close_workers
 from comfyui_ferry.core.comfy_adapter.host_weights import HostWeights
-from ferry_support import forked_workers
 from ferry_support.sampling import (
     TOLERANCE,
     ULYSSES_2,
@@ -21,17 +20,9 @@ from ferry_support.sampling import (
 from ferry_support.tiny_patchers import PATCHERS
 from torch import nn
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120), pytest.mark.usefixtures("workers_of_the_test")]
 
 KIND = "wan"
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch):
-    close_workers()
-    forked_workers.install(monkeypatch)
-    yield
-    close_workers()
 
 
 def arena_mappings() -> int:

@@ -248,32 +248,9 @@ def test_other_samplers_take_a_parallel_model():
     results = []
     for candidate in (model, parallel):
         with torch.inference_mode():
-            first = nodes.common_ksampler(
-                candidate,
-                3,
-                6,
-                3.0,
-                "dpmpp_2m",
-                "karras",
-                POSITIVE,
-                NEGATIVE,
-                latent(),
-                start_step=0,
-                last_step=3,
-            )[0]
-            second = nodes.common_ksampler(
-                candidate,
-                3,
-                6,
-                3.0,
-                "dpmpp_2m",
-                "karras",
-                POSITIVE,
-                NEGATIVE,
-                first,
-                disable_noise=True,
-                start_step=3,
-            )[0]["samples"]
+            settings = (candidate, 3, 6, 3.0, "dpmpp_2m", "karras", POSITIVE, NEGATIVE)
+            first = nodes.common_ksampler(*settings, latent(), start_step=0, last_step=3)[0]
+            second = nodes.common_ksampler(*settings, first, disable_noise=True, start_step=3)[0]["samples"]
             guider = comfy.samplers.CFGGuider(candidate)
             guider.set_conds(POSITIVE, NEGATIVE)
             guider.set_cfg(2.5)

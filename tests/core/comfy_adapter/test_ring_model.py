@@ -17,14 +17,6 @@ from ferry_support.tiny_patchers import PATCHERS
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _close_workers():
-    yield
-    from comfyui_ferry.core.comfy_adapter import close_workers
-
-    close_workers()
-
-
 KINDS = {kind: PATCHERS[kind] for kind in ("flux", "wan", "sd3", "z-image", "sdxl", "ltx2")}
 
 

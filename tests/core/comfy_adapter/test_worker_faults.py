@@ -14,25 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
-from comfyui_ferry.core.comfy_adapter import close_workers, worker_groups
+from comfyui_ferry.core.comfy_adapter import worker_groups
 from comfyui_ferry.core.errors import WorkerError
-from ferry_support import forked_workers
 from ferry_support.sampling import CFG_2, TOLERANCE, ULYSSES_2, difference, parallel, sample, with_lora
 from ferry_support.tiny_models import noise
 from ferry_support.tiny_patchers import PATCHERS
 from ferry_support.worker_specs import exists, open_files
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(550)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(550), pytest.mark.usefixtures("workers_of_the_test")]
 
 KIND = "wan"
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch):
-    close_workers()
-    forked_workers.install(monkeypatch)
-    yield
-    close_workers()
 
 
 def processes() -> list[int]:

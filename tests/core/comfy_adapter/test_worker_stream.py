@@ -24,15 +24,9 @@ from ferry_support.sampling import (
 from ferry_support.tiny_models import is_newer_comfyui
 from ferry_support.tiny_patchers import PATCHERS
 
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120), pytest.mark.usefixtures("workers_of_the_test")]
 
 TENSOR_2 = {"gpus": 2, "cfg_degree": 1, "ulysses_degree": 1, "tensor_parallel_degree": 2}
-
-
-@pytest.fixture(autouse=True)
-def closed_at_the_end(one_thread):
-    yield
-    close_workers()
 
 
 def streamed(model, share: float = 0.4, depth: int = 0):

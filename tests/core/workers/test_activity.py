@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from comfyui_ferry.core.workers.activity import Activity, ProcessActivity
 
 LOOK_S = 0.25
@@ -22,36 +21,44 @@ PROGRAMS = {
 }
 
 
-def looks(program: str, number: int = 8) -> list[Activity]:
+def looks(programs: list[str], number: int) -> dict[str, list[Activity]]:
+    """What each of the programs did, look by look; they run at the same time."""
     code = "import subprocess, sys, threading, time\ndef spin():\n    while True: pass\nprint(flush=True)\n"
-    command = [sys.executable, "-c", code + PROGRAMS[program]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    processes: dict[str, subprocess.Popen] = {}
     try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        if program.endswith("child"):
+        for program in programs:
+            command = [sys.executable, "-c", code + PROGRAMS[program]]
+            processes[program] = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        for process in processes.values():
+            assert process.stdout is not None
+            process.stdout.readline()
+        if any(program.endswith("child") for program in programs):
             time.sleep(0.5)
-        activity, seen, last = ProcessActivity(process.pid), [], time.monotonic()
+        activities = {program: ProcessActivity(process.pid) for program, process in processes.items()}
+        seen: dict[str, list[Activity]] = {program: [] for program in programs}
+        last = time.monotonic()
         for _ in range(number):
             time.sleep(LOOK_S)
             now = time.monotonic()
-            seen.append(activity.look(now - last))
+            for program, activity in activities.items():
+                seen[program].append(activity.look(now - last))
             last = now
         return seen
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for process in processes.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-@pytest.mark.parametrize("program", ["sleeps", "polls"])
-def test_a_process_that_does_nothing_is_quiet(program):
-    assert looks(program)[2:].count(Activity.QUIET) >= 4  # one that polls may be caught running
+def test_a_process_that_does_nothing_is_quiet():
+    for seen in looks(["sleeps", "polls"], 8).values():
+        assert seen[2:].count(Activity.QUIET) >= 4  # one that polls may be caught running
 
 
-@pytest.mark.parametrize("program", ["computes", "computes in a thread", "computes in a child"])
-def test_a_process_that_computes_is_not(program):
+def test_a_process_that_computes_is_not():
     # A child is looked for after a while only, and a busy machine may take long to start it.
-    assert looks(program, 12)[-3:].count(Activity.QUIET) == 0
+    for program, seen in looks(["computes", "computes in a thread", "computes in a child"], 12).items():
+        assert seen[-3:].count(Activity.QUIET) == 0, program
 
 
 def test_of_a_process_that_need_do_nothing_little_is_read(monkeypatch):

@@ -83,7 +83,7 @@ def start_parent(phase: str, directory: Path) -> tuple[subprocess.Popen, list[in
     return parent, pids
 
 
-@pytest.mark.parametrize("phase", ["starting", "idle", "collective", "forked"])
+@pytest.mark.parametrize("phase", ["starting", "collective", "forked"])
 def test_workers_end_with_a_killed_parent(phase, tmp_path):
     parent, pids = start_parent(phase, tmp_path)
     if phase == "collective":
