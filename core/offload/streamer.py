@@ -89,11 +89,11 @@ class ModelStreamer:
         self._hooks = StreamHooks(
             entry, self._blocks, asides=self._asides, flow=self._flow, clock=self._clock
         )
-        pool.join(self)
         masters = [block.master for block in self._all]
         for master in masters:
             master.is_borrowed = borrows
         self._arena = None if borrows else pool.place(masters, when_moved)
+        pool.join(self)  # now that nothing is refused any more
 
     @property
     def weight_bytes(self) -> int:

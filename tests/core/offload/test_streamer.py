@@ -312,6 +312,11 @@ def test_weights_are_aligned_like_an_allocators_wherever_they_come_from(tmp_path
     def note(module, args):
         starts.extend(parameter.storage_offset() * 4 for parameter in module.parameters())
 
+    pool = StreamPool(torch.device("cpu"), StreamConfig(None, 1000, 1))
+    refused = copy.deepcopy(plain).requires_grad_(False)  # its tensors are in no file
+    with pytest.raises(RequestError, match="RAM budget"):
+        ModelStreamer(refused, pool, files=[file])
+    assert not pool.members and pool.host_bytes == 0
     for ram_bytes in (None, 300):
         model = copy.deepcopy(plain)
         model.load_state_dict(tensors, assign=True)
