@@ -49,15 +49,20 @@ def can_cut(module: nn.Module) -> bool:
 
 
 def find_uncuttable(module: nn.Module) -> str | None:
-    """Return which quantized weight cannot be held in parts, and why; None if there is none."""
+    """Return which weight cannot be held in parts for how it is quantized, and why; None if there is none."""
     for path, layer in module.named_modules():
         weight: Any = layer._parameters.get("weight")
+        for name, parameter in layer._parameters.items() if is_mixed_linear(layer) else ():
+            if name not in ("weight", "bias") and parameter is not None and parameter.numel() > 1:
+                return f"{path}.{name} holds a value for each channel"
         if not is_quantized(weight):
             continue
         if not is_mixed_linear(layer):
             return f"{path}.weight is quantized, but a {type(layer).__name__}"
         if weight._layout_cls not in _CUTTABLE:
             return f"{path}.weight is a {weight._layout_cls}, whose scales belong to rows or blocks"
+        if any(scale.numel() > 1 for scale in _fields(weight)[0].values()):
+            return f"{path}.weight is a {weight._layout_cls} with several scales"
     return None
 
 
@@ -71,17 +76,18 @@ def check_sharing(module: nn.Module, *, cut_weights: bool) -> None:
     Raises:
         RequestError: Naming the weight and its layout.
     """
+    uncut = find_uncuttable(module) if cut_weights else None
+    if uncut is not None:
+        raise RequestError(
+            f"{input_name('tp')} above 1 was asked, but {uncut}",
+            limit="Weights with one scale (fp8) can be cut",
+            way_out=f"Set {input_name('tp')} to 1, or load an fp8 or unquantized file",
+        )
     for path, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if not is_quantized(weight):
             continue
         layout = weight._layout_cls  # type: ignore[union-attr]
-        if cut_weights and layout not in _CUTTABLE:
-            raise RequestError(
-                f"{input_name('tp')} above 1 was asked, but {path}.weight is a {layout}",
-                limit="Its scales belong to rows or blocks; weights with one scale (fp8) can be cut",
-                way_out=f"Set {input_name('tp')} to 1, or load an fp8 or unquantized file",
-            )
         if layout in _FIXED_INPUT_ONLY and getattr(layer, "input_scale", None) is None:
             raise RequestError(
                 f"parallel sampling was asked, but {path}.weight is a {layout} without an input scale",

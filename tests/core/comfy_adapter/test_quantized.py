@@ -115,6 +115,16 @@ def test_what_would_change_numbers_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"weight is a TensorCoreNVFP4Layout without an input scale"):
         parallel(quantized_patcher("flux", "nvfp4", input_scales=False), ULYSSES_2)
     parallel(quantized_patcher("flux", "int8_tensorwise"), ULYSSES_2)
+    smoothed = quantized_patcher("flux")
+    layer = smoothed.model.diffusion_model.double_blocks[0].img_attn.proj
+    scale = layer.weight._params.scale
+    object.__setattr__(layer.weight._params, "scale", scale.expand(layer.out_features, 1))
+    with pytest.raises(RequestError, match=r"img_attn\.proj\.weight is a .* with several scales"):
+        parallel(smoothed, degrees)
+    object.__setattr__(layer.weight._params, "scale", scale)
+    layer.pre_quant_scale = torch.nn.Parameter(torch.ones(layer.in_features), requires_grad=False)
+    with pytest.raises(RequestError, match=r"img_attn\.proj\.pre_quant_scale holds a value for each channel"):
+        parallel(smoothed, degrees)
 
 
 def test_other_layouts_are_refused_by_name() -> None:
