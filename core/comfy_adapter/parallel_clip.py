@@ -213,9 +213,9 @@ def _encoder_parts(stage: nn.Module, gpus: int) -> dict[str, WorkerPart]:
         if dotted_path(module) not in planned:
             continue
         plan = find_text_encoder_plan(dotted_path(module))
-        validate_model(plan, module, dims)
         prefix = f"{path}."
         description = describe_encoder(module, patch_prefix=prefix)
+        validate_model(plan, module, dims)
         parts[path] = WorkerPart(
             owner=module,
             module=module,

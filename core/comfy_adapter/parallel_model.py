@@ -79,6 +79,7 @@ def make_parallel(
     diffusion_model = model.model.diffusion_model
     request = _stream_request(model)
     release_stream(model)
+    check_sharing(diffusion_model, cut_weights=dims.tp > 1)
     validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
     chosen = check_acceleration(acceleration, devices)
     run = ParallelRun(

@@ -211,10 +211,11 @@ _GLYPHS_AND_PICTURE: Inputs = {"txt_byt5": noise(2, 6, 1472), "clip_fea": noise(
 
 HUNYUAN_CASES = {
     "hunyuan-1.5": TinyCase(build_hunyuan, lambda: hunyuan_call(batch=2, **_GLYPHS_AND_PICTURE)),
+    # The class takes one mask for all samples only.
     "hunyuan-1.5 text mask": TinyCase(
         build_hunyuan,
         lambda: hunyuan_call(
-            attention_mask=torch.tensor([[1] * 7 + [0] * 4]), control={"input": residuals(2, 60)}
+            batch=2, attention_mask=torch.tensor([[1] * 7 + [0] * 4]), control={"input": residuals(2, 60)}
         ),
     ),
     # One frame is modulated as another timestep.
