@@ -12,6 +12,7 @@ from typing import Any
 
 import comfy.model_management
 import torch
+from comfy.ldm.modules.attention import optimized_attention
 from torch import nn
 
 from ..offload import OffloadBudget, OffloadTrainingManager, SharedMasters, retry_on_oom
@@ -100,6 +101,7 @@ def prepared_network(
         gradient_checkpointing: Whether blocks are computed again in the backward pass.
         shared: Memory for its weights that other processes map too.
     """
+    settle_attention(device)
     with contextlib.ExitStack() as stack:
         can_record = offload.enabled and gradient_checkpointing and device.type == "cuda"
         records = can_record and offload.record_blocks
@@ -137,6 +139,18 @@ def prepared_network(
         rewriting = OutOfPlace(denoiser)
         stack.callback(rewriting.remove)
         yield PreparedNetwork(adapters, rewriting, manager, budget is not None, recorded)
+
+
+def settle_attention(device: torch.device) -> None:
+    """Make the first attention call of a process on a CUDA device, with nothing in it.
+
+    PyTorch takes its own choice of a kernel then, whatever order ComfyUI asks for, and ComfyUI's from the second
+    call on (seen with torch 2.11 on an H200). A block computed again in the backward pass, or compared with
+    itself, would differ by that.
+    """
+    if device.type == "cuda":
+        q = torch.zeros(1, 1024, 128, device=device, dtype=torch.bfloat16)  # the least that has an order
+        optimized_attention(q, q, q, heads=1)
 
 
 def _budget(offload: OffloadSettings, device: torch.device) -> OffloadBudget | None:

@@ -25,6 +25,7 @@ def test_same_bits(kind):
     assert all(torch.equal(one, two) for one, two in zip(actual, expected, strict=True))
     assert not torch.equal(*actual)
     assert streamed.stream.streamer.stats().num_streamed > 0
-    assert 0 < streamed.loaded_size() <= streamed.model_size()
+    # Of so small a model, what the LoRA brings and the alignment of the weights are a part to be seen.
+    assert 0 < streamed.loaded_size() <= 1.25 * streamed.model_size()
     comfy.model_management.free_memory(1e30, streamed.load_device)
     assert streamed.loaded_size() == 0
