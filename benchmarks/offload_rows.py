@@ -37,6 +37,7 @@ ROWS = {
     "qwen": (
         "gpu only",
         "ferry",
+        "ferry, inputs on the host",
         "ferry, not recorded",
         "ferry, modulation",
         "ferry, budget",
@@ -235,7 +236,8 @@ def _checkpoint(job: Job, model: Any) -> Step:
     training = load_ferry("training")
     blocks = training.find_blocks(model)
     is_recorded = "not recorded" not in job.row and job.device != "cpu"
-    training.BlockCheckpointing(blocks, keeps_last=not is_recorded).install()
+    on_host = "inputs on the host" in job.row or "budget" in job.row
+    training.BlockCheckpointing(blocks, keeps_last=not is_recorded, inputs_on_host=on_host).install()
     if is_recorded:
         job.recorded = training.RecordedBlocks(blocks, job.device)
         return job.recorded.install

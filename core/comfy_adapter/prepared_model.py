@@ -103,10 +103,12 @@ def prepared_network(
     """
     settle_attention(device)
     with contextlib.ExitStack() as stack:
-        can_record = offload.enabled and gradient_checkpointing and device.type == "cuda"
-        records = can_record and offload.record_blocks
+        is_streamed = offload.enabled and gradient_checkpointing and device.type == "cuda"
+        records = is_streamed and offload.record_blocks
         blocks = find_blocks(denoiser) if gradient_checkpointing else []
-        checkpointing = BlockCheckpointing(blocks, keeps_last=not records)
+        checkpointing = BlockCheckpointing(
+            blocks, keeps_last=not records, inputs_on_host=is_streamed and offload.inputs_on_host
+        )
         stack.callback(checkpointing.remove)
         checkpointing.install()
         adapters = LoraAdapters(select_targets(denoiser, lora.targets), lora, seed=seed, device=device)
@@ -144,9 +146,9 @@ def prepared_network(
 def settle_attention(device: torch.device) -> None:
     """Make the first attention call of a process on a CUDA device, with nothing in it.
 
-    PyTorch takes its own choice of a kernel then, whatever order ComfyUI asks for, and ComfyUI's from the second
-    call on (seen with torch 2.11 on an H200). A block computed again in the backward pass, or compared with
-    itself, would differ by that.
+    PyTorch takes its own choice of a kernel then, whatever order ComfyUI asks for, and ComfyUI's from the
+    second call on (seen with torch 2.11 on an H200). A block computed again in the backward pass, or compared
+    with itself, would differ by that.
     """
     if device.type == "cuda":
         q = torch.zeros(1, 1024, 128, device=device, dtype=torch.bfloat16)  # the least that has an order

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import TrainingError
 from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
+from .host_inputs import HostInputs, SentInputs
 from .targets import Block
 
 _HOOK = "checkpoint"
@@ -43,17 +44,21 @@ class BlockCheckpointing:
         blocks: The blocks, in the order in which they run.
         keeps_last: Whether the last one keeps what it makes and is not computed again. False for blocks that
             are recorded: their memory is there for all of them.
+        inputs_on_host: Whether the blocks' inputs wait for the backward on the host, see ``host_inputs``.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, keeps_last: bool = True) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], *, keeps_last: bool = True, inputs_on_host: bool = False
+    ) -> None:
         self.blocks = list(blocks)
         self.checkpointed = self.blocks[:-1] if keeps_last else self.blocks
+        self._host_inputs = HostInputs() if inputs_on_host else None
         self._installed: list[nn.Module] = []
 
     def install(self) -> None:
         """Wrap the blocks."""
         for block in self.checkpointed:
-            install_hook(block.module, _HOOK, _CheckpointHook(block.path))
+            install_hook(block.module, _HOOK, _CheckpointHook(block.path, self._host_inputs))
             self._installed.append(block.module)
 
     def remove(self) -> None:
@@ -85,8 +90,9 @@ def _wanting(outputs: Sequence[bool]) -> Iterator[None]:
 
 
 class _CheckpointHook(ModuleHook):
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, host_inputs: HostInputs | None) -> None:
         self.path = path
+        self.host_inputs = host_inputs
         self.checked = False
         self.compared = False
 
@@ -142,6 +148,7 @@ class _Call:
         self.probes: list[Tensor] | None = None
         self.output_leaves: list[Any] = []
         self.output_spec: Any = None
+        self.sent: SentInputs | None = None
 
     def take_inputs(self) -> list[Tensor]:
         """Hand the input tensors over: autograd keeps them, and lets go of them after their backward."""
@@ -149,6 +156,27 @@ class _Call:
         for index in self.positions:
             self.leaves[index] = None
         return inputs
+
+    def send_inputs(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+        """Send the hidden states to the host, if that is wanted; return what autograd has to keep.
+
+        Others, such as position tables, are the same for all blocks.
+        """
+        owner = self.hook.host_inputs
+        if owner is None:
+            return list(tensors)
+        pairs = enumerate(zip(tensors, needed, strict=True))
+        hidden = {index: tensor for index, (tensor, need) in pairs if need and owner.is_worth_it(tensor)}
+        self.sent = owner.send(hidden)
+        return [tensor for index, tensor in enumerate(tensors) if index not in hidden]
+
+    def fetch_inputs(self, kept: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs again, from what autograd kept."""
+        if self.sent is None or self.hook.host_inputs is None:
+            return list(kept)
+        fetched, remaining = self.hook.host_inputs.fetch(self.sent), iter(kept)
+        count = len(fetched) + len(kept)
+        return [fetched[index] if index in fetched else next(remaining) for index in range(count)]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the block on ``tensors``, or copies of them, and return its output tensors."""
@@ -188,7 +216,8 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)  # an unused output must not look like one with a zero gradient
-        ctx.save_for_backward(*tensors)
+        kept = call.send_inputs(tensors, ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*kept)
         outputs = call.run(tensors)
         if not call.hook.compared:
             call.probes = [_probe(output) for output in outputs]
@@ -198,11 +227,10 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        inputs = [
-            tensor.detach().requires_grad_(need)
-            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
-        ]
         call: _Call = ctx.call
+        found = call.fetch_inputs(ctx.saved_tensors)
+        inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(found, needed, strict=True)]
+        del found
         restored = call.random.restored() if call.random else contextlib.nullcontext()
         with torch.enable_grad(), restored, _wanting([gradient is not None for gradient in gradients]):
             outputs = call.run(inputs)

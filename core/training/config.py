@@ -123,6 +123,7 @@ class OffloadSettings:
         ram_budget_gb: Host memory for the weights, in GB; 0: no limit.
         record_blocks: On a CUDA device, replay checkpointed blocks as CUDA graphs where they can be. A block
             then moves as a whole, unless ``split_threshold_mb`` says otherwise.
+        inputs_on_host: On a CUDA device, what checkpointed blocks keep for the backward waits on the host.
     """
 
     enabled: bool = True
@@ -132,6 +133,7 @@ class OffloadSettings:
     vram_budget_gb: float = 0.0
     ram_budget_gb: float = 0.0
     record_blocks: bool = True
+    inputs_on_host: bool = True
 
     def __post_init__(self) -> None:
         if self.split_threshold_mb is not None:
