@@ -220,6 +220,7 @@ def _build_qwen(job: Job) -> Step:
             job.ahead = {"steps": prepared - done, "seconds": time.perf_counter() - begin}
         forward = forwards[done]
         done += 1
+        _follow_plan(job)
         (forward()[0].float() - 1).pow(2).mean().backward()
         step_end()
         optimizer.step()
@@ -242,6 +243,13 @@ def _checkpoint(job: Job, model: Any) -> Step:
         job.recorded = training.RecordedBlocks(blocks, job.device)
         return job.recorded.install
     return lambda: None
+
+
+def _follow_plan(job: Job) -> None:
+    """Record blocks once there is a plan that leaves room for it."""
+    if job.recorded is not None and job.manager.tuner is not None:
+        job.manager.tuner.reserve = lambda: job.recorded.needed_bytes
+        job.recorded.may_record = job.manager.tuner.has_reserve
 
 
 def _attach_qwen(job: Job, model: nn.Module) -> Step:
