@@ -11,6 +11,8 @@ from comfyui_ferry.core.offload import ModelStreamer, StreamConfig, StreamPool, 
 from torch import nn
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
+# Few, so that the same weight is changed in one way after another.
+_CHANGED = ["enter.weight", "blocks.0.up.weight", "blocks.0.down.bias", "blocks.3.down.weight"]
 
 
 class _Block(nn.Module):
@@ -59,7 +61,7 @@ class _Life:
 
     def change(self) -> None:
         """Let some weights be multiplied from now on."""
-        names = self.draw.sample(list(self.plain.state_dict()), self.draw.randrange(4))
+        names = self.draw.sample(_CHANGED, self.draw.randrange(4))
         factor = self.draw.choice([2.0, 3.0])
         self.streamer.set_changes(
             {name: WeightChange((name, factor), lambda weight: weight * factor) for name in names}
@@ -98,7 +100,7 @@ class _Life:
 
 @pytest.mark.parametrize("tier", ["arena", "file", "borrowed"])
 def test_every_pass_is_exact_and_within_the_budget(tier):
-    for seed in range(8):
+    for seed in range(10):
         draw = random.Random(seed)
         torch.manual_seed(seed)
         config = StreamConfig(
@@ -108,7 +110,7 @@ def test_every_pass_is_exact_and_within_the_budget(tier):
         lives = [_Life(pool, draw, borrows=tier == "borrowed") for _ in range(draw.choice([1, 2]))]
         for life in lives:
             life.load()
-        for _ in range(12):
+        for _ in range(24):
             life = draw.choice(lives)
             draw.choice([life.load, life.change, life.run, life.run])()
             held = sum(each.streamer.resident_bytes for each in lives) + pool.slot_bytes
