@@ -28,7 +28,9 @@ from . import quantized
 from .acceleration import Acceleration, check_streamed
 from .model_export import named_parameters
 from .nested import map_tensors
+from .patch_arithmetic import lora_dtype, rounding_seed
 from .patch_messages import PREFIX, decode_patches
+from .patched_blocks import PatchedBlocks
 from .sent_tensors import unpack
 from .worker_forward import WorkerForward
 from .worker_stream import WorkerStream
@@ -79,6 +81,8 @@ class WorkerModel:
         self.evaluate = WorkerForward(self.module, plan, self.handle, device=device)
         self.stream: WorkerStream | None = None
         self._changes = 0
+        # Where the device's memory is the host's, which is to hold one copy.
+        self._blocks = PatchedBlocks(self.module, plan) if device.type == "cpu" else None
         if stream is not None:
             self.stream = WorkerStream(self.module, device, weights.values(), **stream)
 
@@ -127,12 +131,17 @@ class WorkerModel:
             self.stream.set_changes(self._streamed_changes(patches))
             self.patched = set(patches)
             return sorted(self.patched)
-        for name in self.patched - patches.keys():
-            self._set(name, self._part(name, self.weights[name]))
-        for name, entries in patches.items():
+
+        def patched(name: str) -> torch.Tensor | None:
             # Patched whole and then cut: a rank has the very numbers of the whole, stochastic rounding too.
-            patched = self._patched_weight(name, entries, self.weights[name])
-            self._set(name, self._part(name, patched, own_memory=True))
+            whole = self._patched_weight(name, patches[name], self.weights[name])
+            return self._part(name, whole, own_memory=True)
+
+        as_used = set() if self._blocks is None else self._blocks.patch(self.weights, patches, patched)
+        for name in self.patched - patches.keys() | as_used:
+            self._set(name, self._part(name, self.weights[name]))
+        for name in patches.keys() - as_used:
+            self._set(name, patched(name))
         self.patched = set(patches)
         return sorted(self.patched)
 
@@ -222,13 +231,13 @@ class WorkerModel:
         """Return a whole weight, given as it is in the file on any device, with its patches."""
         key = self.prefix + name
         compute = comfy.model_management.cast_to_device(
-            weight, self.device, _lora_dtype(self.device), copy=True
+            weight, self.device, lora_dtype(self.device), copy=True
         )
         is_quantized = quantized.is_quantized(weight)
         if is_quantized:
             compute = compute.dequantize()
         patched = comfy.lora.calculate_weight(entries, compute, key)
-        seed = _string_to_seed(key)
+        seed = rounding_seed(key)
         if is_quantized:
             return quantized.requantize(weight, patched, seed)
         owner_path, _, attribute = name.rpartition(".")
@@ -281,17 +290,3 @@ def _whole_weights(
                 f"{name} was built {tuple(expected[name].shape)}, received {tuple(tensor.shape)}"
             )
     return weights
-
-
-def _lora_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which ComfyUI adds LoRA to weights; 0.3.75 always used fp32."""
-    choose = getattr(comfy.model_management, "lora_compute_dtype", None)
-    return torch.float32 if choose is None else choose(device)
-
-
-def _string_to_seed(key: str) -> int:
-    if hasattr(comfy.utils, "string_to_seed"):
-        return comfy.utils.string_to_seed(key)
-    from comfy.model_patcher import string_to_seed  # where 0.3.75 keeps it
-
-    return string_to_seed(key)
