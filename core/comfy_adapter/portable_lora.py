@@ -3,7 +3,8 @@
 ComfyUI's names for a family's layers are not always those of diffusers: Stable Diffusion 3 and Z-Image
 have one packed layer where diffusers has three, and SDXL's blocks are counted in another way. ComfyUI's
 loader knows diffusers' names for these and where the parts lie in a packed layer; that table is read
-backwards here. Other families' files are taken by diffusers as they are.
+backwards here. FLUX.2 and LTX-Video keep their layers' names, but diffusers takes them only with PEFT's names
+for the two matrices. The files of FLUX.1, Qwen-Image and Wan are taken by diffusers as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 _PREFIX = "diffusion_model."
 _DOWN, _UP, _ALPHA = "lora_down.weight", "lora_up.weight", "alpha"
+_PEFT_NAMES = (comfy.model_base.Flux2, comfy.model_base.LTXV)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ def portable_lora(model: Any, lora: Mapping[str, Tensor], *, algorithm: str) -> 
     base = model.model
     if algorithm != "LoRA":
         return dict(lora)
+    if isinstance(base, _PEFT_NAMES):
+        return _without_alpha(lora)
     if isinstance(base, comfy.model_base.SDXL):
         return _renamed(lora, lambda path: [_Part(f"lora_unet_{path.replace('.', '_')}")])
     if isinstance(base, comfy.model_base.SD3):

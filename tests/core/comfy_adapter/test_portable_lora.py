@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import types
+
 import pytest
 import torch
 from comfyui_ferry.core.errors import SaveError
 from comfyui_ferry.core.training import LoraAdapters, LoraConfig, select_targets
 from ferry_support.merged_lora import merged
-from ferry_support.tiny_models import noise
+from ferry_support.tiny_models import is_newer_comfyui, noise
 from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
@@ -15,7 +18,11 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
 
 def trained(model, targets=""):
     """A LoRA under ComfyUI's names whose every tensor is random, alpha / rank = 2."""
-    layers = select_targets(model.model.diffusion_model, targets)
+    return trained_on(model.model.diffusion_model, targets)
+
+
+def trained_on(network, targets=""):
+    layers = select_targets(network, targets)
     adapters = LoraAdapters(layers, LoraConfig(rank=2, alpha=4.0), seed=0, device="cpu")
     for index, adapter in enumerate(adapters.adapters().values()):
         adapter.lora_up.data.copy_(noise(*adapter.lora_up.shape, seed=index))
@@ -28,11 +35,14 @@ def portable(model, lora):
     return portable_lora(model, lora, algorithm="LoRA")
 
 
-@pytest.mark.parametrize("kind", ["flux", "qwen", "sd3", "sdxl", "wan", "z-image"])
+@pytest.mark.parametrize("kind", ["flux", "flux2", "qwen", "sd3", "sdxl", "wan", "z-image"])
 def test_comfyui_takes_every_key_and_merges_the_same(kind):
+    import comfy.model_base
     from comfyui_ferry.core.comfy_adapter.lora_files import verify_lora
 
-    model = PATCHERS[kind].build()
+    model = PATCHERS[kind.removesuffix("2")].build()
+    if kind == "flux2":
+        model.model.__class__ = comfy.model_base.Flux2
     lora = trained(model)
     named = portable(model, lora)
     verify_lora(model, named)
@@ -120,6 +130,85 @@ def test_diffusers_knows_every_layer_of_sdxl():
     peft = convert_unet_state_dict_to_peft(stripped)
     paths = check_modules(network, peft)
     assert len(alphas) == len(paths)
+
+
+def size(lora, down, up):
+    """The squared norm of what a LoRA changes, all layers together."""
+    total = 0.0
+    for name in lora:
+        if name.endswith(down):
+            stem = name.removesuffix(down)
+            a, b, alpha = lora[name], lora[stem + up], lora.get(f"{stem}alpha")
+            scale = 1.0 if alpha is None else float(alpha) / len(a)
+            total += scale**2 * float((a @ a.T * (b.T @ b).T).sum())
+    return total
+
+
+FLUX = {
+    "in_channels": 16, "out_channels": 16, "vec_in_dim": 24, "context_in_dim": 40, "hidden_size": 3072,
+    "mlp_ratio": 4.0, "num_heads": 24, "depth": 1, "depth_single_blocks": 1, "axes_dim": [16, 56, 56],
+    "theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": True,
+}  # fmt: skip
+FLUX2 = FLUX | {
+    "patch_size": 1, "mlp_ratio": 3.0, "hidden_size": 48, "num_heads": 3, "axes_dim": [4] * 4,
+    "ops_bias": False, "qkv_bias": False, "global_modulation": True, "mlp_silu_act": True, "vec_in_dim": None,
+}  # fmt: skip
+QWEN = {
+    "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3, "joint_attention_dim": 40,
+    "axes_dims_rope": (4, 6, 6), "in_channels": 64, "out_channels": 16, "patch_size": 2,
+}  # fmt: skip
+WAN = {"dim": 48, "num_heads": 3, "ffn_dim": 72, "num_layers": 2, "freq_dim": 16, "text_dim": 40}
+LTX = {
+    "in_channels": 8, "cross_attention_dim": 48, "attention_head_dim": 16, "num_attention_heads": 3,
+    "caption_channels": 40, "num_layers": 2,
+}  # fmt: skip
+# ComfyUI's base class and network, diffusers' loader and network. FLUX.1's converter counts on its width.
+AS_THEY_ARE = {
+    "Flux": ("flux.model.Flux", FLUX, "FluxLoraLoaderMixin", "FluxTransformer2DModel", {
+        "num_layers": 1, "num_single_layers": 1,
+    }),
+    "Flux2": ("flux.model.Flux", FLUX2, "Flux2LoraLoaderMixin", "Flux2Transformer2DModel", {
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
+        "num_attention_heads": 3, "joint_attention_dim": 40, "axes_dims_rope": (4, 4, 4, 4),
+    }),
+    "QwenImage": (
+        "qwen_image.model.QwenImageTransformer2DModel", QWEN, "QwenImageLoraLoaderMixin",
+        "QwenImageTransformer2DModel", QWEN,
+    ),
+    "WAN21": ("wan.model.WanModel", WAN, "WanLoraLoaderMixin", "WanTransformer3DModel", {
+        "num_attention_heads": 3, "attention_head_dim": 16, "text_dim": 40, "freq_dim": 16, "ffn_dim": 72,
+        "num_layers": 2, "cross_attn_norm": True,
+    }),
+    "LTXV": ("lightricks.model.LTXVModel", LTX, "LTXVideoLoraLoaderMixin", "LTXVideoTransformer3DModel", LTX),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", AS_THEY_ARE)
+def test_diffusers_loads_the_files_of_other_families(kind):
+    """By its pipelines' own reader of files: every layer is known, and all of the change arrives."""
+    diffusers = pytest.importorskip("diffusers")
+    import comfy.model_base
+    import comfy.ops
+    from comfyui_ferry.core.comfy_adapter import portable_lora as module
+    from diffusers.loaders import lora_pipeline
+
+    path, config, loader, name, theirs = AS_THEY_ARE[kind]
+    package, _, attribute = path.rpartition(".")
+    build = getattr(importlib.import_module(f"comfy.ldm.{package}"), attribute)
+    newer = {"txt_ids_dims": []} if package == "flux.model" and is_newer_comfyui() else {}
+    ours = build(
+        **config, **newer, device="meta", dtype=torch.float32, operations=comfy.ops.disable_weight_init
+    )
+    base = object.__new__(getattr(comfy.model_base, kind))
+    lora = trained_on(ours)
+    changed = size(lora, "lora_down.weight", "lora_up.weight")  # diffusers scales some in place
+    named = module.portable_lora(types.SimpleNamespace(model=base), lora, algorithm="LoRA")
+    loaded = getattr(lora_pipeline, loader).lora_state_dict(dict(named))
+    loaded = loaded[0] if isinstance(loaded, tuple) else loaded
+    with torch.device("meta"):
+        network = getattr(diffusers, name)(**theirs)
+    check_modules(network, {key.removeprefix("transformer."): value for key, value in loaded.items()})
+    assert size(loaded, "lora_A.weight", "lora_B.weight") == pytest.approx(changed, rel=1e-4)
 
 
 def test_a_part_of_a_packed_layer_may_learn_nothing():
