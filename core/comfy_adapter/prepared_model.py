@@ -13,7 +13,7 @@ from typing import Any
 import comfy.model_management
 import torch
 from comfy.ldm.modules.attention import optimized_attention
-from torch import nn
+from torch import Tensor, nn
 
 from ..offload import OffloadBudget, OffloadTrainingManager, SharedMasters, retry_on_oom
 from ..training import (
@@ -33,6 +33,7 @@ from ..training import (
     draw_batches,
     find_blocks,
     model_bytes,
+    seed_torch,
     select_targets,
 )
 from .modulation import ModulationAhead, modulation_plan
@@ -233,10 +234,15 @@ class PreparedModel:
         clean, noise = batch.clean.to(process.device), batch.noise.to(process.device)
         sigma = process.sigmas(torch.full_like(batch.positions, 0.5))
         noisy = process.add_noise(clean, noise, sigma)
+
+        def output() -> Tensor:
+            seed_torch(seed, process.device)
+            return process.denoise(noisy, sigma, batch.conditions)
+
         with torch.no_grad():
-            actual = process.denoise(noisy, sigma, batch.conditions)
+            actual = self.network.run_passes(output)
             rewriting.remove()
-            expected = process.denoise(noisy, sigma, batch.conditions)
+            expected = self.network.run_passes(output)
         rewriting.install()
         check_same_output(expected, actual, what="Writing in-place updates out of place")
 

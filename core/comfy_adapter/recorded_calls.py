@@ -16,7 +16,7 @@ from torch import nn
 from ..training import MicroStep, generator, seed_torch
 from .nested import map_tensors
 from .remote_forward import sendable_options
-from .training import ComfyProcess
+from .training import ComfyProcess, draw_seeds
 
 
 class _CallFound(BaseException):
@@ -44,8 +44,7 @@ def micro_step_calls(process: ComfyProcess, micro_step: MicroStep, *, seed: int)
     """
     calls: list[dict[str, Any]] = []
     for index, batch in enumerate(micro_step.batches):
-        random = generator(seed, "torch", micro_step.number, index).initial_seed()
-        seed_torch(random, process.device)
+        seed_torch(generator(seed, "torch", micro_step.number, index).initial_seed(), process.device)
         clean, noise = batch.clean.to(process.device), batch.noise.to(process.device)
         sigma = process.sigmas(batch.positions)
         noisy = process.add_noise(clean, noise, sigma)
@@ -53,7 +52,8 @@ def micro_step_calls(process: ComfyProcess, micro_step: MicroStep, *, seed: int)
         at_zero = process.model.model_sampling.calculate_denoised(sigma, torch.zeros_like(noisy), noisy)
         scale = process.output_scale(sigma).view(-1, *(1,) * (clean.ndim - 1))
         target, weight = (clean - at_zero) / scale, process.loss_weight(sigma)
-        for group in process.groups(noisy, batch.conditions):
+        groups = process.groups(noisy, batch.conditions)
+        for group, call_random in zip(groups, draw_seeds(len(groups)), strict=True):
             with _recording(process.model.diffusion_model):
                 try:
                     process.run_group(group, noisy, sigma)
@@ -67,7 +67,7 @@ def micro_step_calls(process: ComfyProcess, micro_step: MicroStep, *, seed: int)
                 "kwargs": kwargs,
                 "target": target[group.rows],
                 "weight": weight[group.rows],
-                "random": random,
+                "random": call_random,
             }
             calls.append(map_tensors(call, lambda tensor: tensor.detach().cpu()))
     return calls

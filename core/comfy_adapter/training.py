@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
-from ..training import MIN_SNR_GAMMA, NoiseLevels, shifted
+from ..training import MIN_SNR_GAMMA, NoiseLevels, seed_torch, shifted
 from .training_inputs import Caption
 
 # Halvings of (0, 1): past the precision of a double.
@@ -142,7 +142,9 @@ class ComfyProcess:
     def denoise(self, noisy: Tensor, sigma: Tensor, conditions: Sequence[Caption]) -> Tensor:
         """Return the predicted clean samples; captions of different shapes run as separate batches."""
         outputs: list[Tensor | None] = [None] * len(conditions)
-        for group in self.groups(noisy, conditions):
+        groups = self.groups(noisy, conditions)
+        for group, seed in zip(groups, draw_seeds(len(groups)), strict=True):
+            seed_torch(seed, self.device)
             output = self.run_group(group, noisy, sigma)
             for row, index in enumerate(group.rows):
                 outputs[index] = output[row : row + 1]
@@ -184,6 +186,14 @@ class ComfyProcess:
         transformer_options["sigmas"] = sigma
         arguments = comfy.samplers.cond_cat(conds)
         return self.model.apply_model(noisy, sigma, transformer_options=transformer_options, **arguments)
+
+
+def draw_seeds(count: int) -> list[int]:
+    """Return a seed for each call of a batch, from torch's generator on the CPU.
+
+    What a call draws then does not depend on the calls before it, so that any process may compute it.
+    """
+    return torch.randint(2**62, (count,)).tolist()
 
 
 def _same_shape(first: dict[str, Any], second: dict[str, Any]) -> bool:

@@ -184,13 +184,13 @@ class Training:
         if self._helpers_checked:
             return []
         self._helpers_checked = True
+        first = [micro_steps[0] for micro_steps in shares]
         with torch.no_grad():
-            return [
-                sum(
-                    float(self._loss(batch, (step.number, index))) for index, batch in enumerate(step.batches)
-                )
-                for step in (micro_steps[0] for micro_steps in shares)
-            ]
+            return [self.callbacks.run_passes(lambda step=step: self._value(step)) for step in first]
+
+    def _value(self, step: MicroStep) -> float:
+        batches = enumerate(step.batches)
+        return sum(float(self._loss(batch, (step.number, index))) for index, batch in batches)
 
     def coming_batches(self) -> Iterator[list[Batch]]:
         """Yield the batches of every micro-step here, from the present one on, if no step is skipped."""

@@ -15,6 +15,7 @@ from comfyui_ferry.core.training import (
     LoraConfig,
     RectifiedFlow,
     Sample,
+    Share,
     Training,
     TrainingConfig,
     read_state,
@@ -337,6 +338,72 @@ def test_clipping_keeps_the_direction():
     free, clipped = one_step(), one_step(max_gradient_norm=1e-3)
     assert float(clipped.norm()) == pytest.approx(1e-3 * 1e-2, rel=1e-3)
     assert float(torch.cosine_similarity(free, clipped, dim=0)) == pytest.approx(1, abs=1e-4)
+
+
+class LocalHelper:
+    """Another device that is this process: its own copy of the model, gradients apart from ours."""
+
+    count = 1
+
+    def __init__(self, config):
+        model = build()
+        adapters = LoraAdapters(select_targets(model), LoraConfig(rank=8, alpha=8.0), seed=0, device="cpu")
+        adapters.install()
+        self.training = Training(RectifiedFlow(model), samples(), adapters, config, device="cpu")
+
+    def start(self, parameters, shares):
+        own = self.training.adapters.named_parameters()
+        with torch.no_grad():
+            for name, value in parameters.items():
+                own[name].copy_(value)
+        losses = []
+        for step in shares[0]:
+            losses.append(0.0)
+            for index, batch in enumerate(step.batches):
+                loss = self.training._loss(batch, (step.number, index))
+                loss.backward()
+                losses[-1] += float(loss.detach())
+        self.share = Share({name: value.grad for name, value in own.items()}, [losses])
+
+    def finish(self):
+        self.training.weights.drop_gradients()
+        return self.share
+
+
+def test_the_first_losses_of_other_devices_are_repeated_when_out_of_memory():
+    """Also the comparison before the first step is a pass that may not fit at once."""
+    options = {"accumulation_steps": 2, "batch_size": 2}
+    config = TrainingConfig(steps=3, learning_rate=1e-2, **options)
+    calls, repeated = 0, []
+
+    def run_passes(passes):
+        try:
+            return passes()
+        except torch.OutOfMemoryError:
+            repeated.append(calls)
+            return passes()
+
+    def velocity(model):
+        def forward(*arguments):
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise torch.OutOfMemoryError("no memory")
+            return model(*arguments)
+
+        return forward
+
+    model = build()
+    adapters = LoraAdapters(select_targets(model), LoraConfig(rank=8, alpha=8.0), seed=0, device="cpu")
+    with adapters:
+        many = Training(
+            RectifiedFlow(velocity(model)), samples(), adapters, config, device="cpu",
+            callbacks=Callbacks(run_passes=run_passes), helpers=LocalHelper(config),
+        )  # fmt: skip
+        losses = many.run()
+    one, _ = run(steps=3, **options)
+    assert repeated == [1]
+    assert losses == pytest.approx(one, rel=1e-6)
 
 
 def test_nothing_to_train_is_named():
