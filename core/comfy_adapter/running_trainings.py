@@ -65,6 +65,16 @@ class TrainingProgress:
     preview: dict[str, str] | None = None
     message: str = ""
 
+    def line(self) -> str:
+        """Return the most of it as one line for the node."""
+        minutes, seconds = divmod(int(self.seconds_left or 0), 60)
+        hours, minutes = divmod(minutes, 60)
+        return (
+            f"step {self.step}/{self.steps}  loss {self.loss or 0:.5f} "
+            f"(average {self.average_loss or 0:.5f})  {self.seconds_per_step or 0:.2f} s/it  "
+            f"{hours}:{minutes:02}:{seconds:02} left"
+        )
+
 
 class RunningTraining:
     """One running training.

@@ -26,7 +26,7 @@ from ..training import (
 )
 from ..training.dataset import TrainingCache
 from .cached_samples import read_examples
-from .lora_files import check_prefix, verify_lora
+from .lora_files import check_prefix
 from .prepared_model import prepared_model
 from .running_trainings import RunningTraining, registered
 from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
@@ -108,7 +108,11 @@ def run_lora_training(
     dtype = training_dtype(model, request.compute_dtype)
     _LOG.info("training %d adapters on %d latents in %s", len(targets), len(samples), dtype)
     running = RunningTraining(_prompt_id(), node_id, steps=request.training.steps)
-    with borrowed_model(model, dtype=dtype, keep_on_host=request.offload.enabled) as patcher:
+    gpus = [model.load_device] if model.load_device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=gpus),
+        borrowed_model(model, dtype=dtype, keep_on_host=request.offload.enabled) as patcher,
+    ):
         identity = training_identity(patcher, targets, samples, request, data=data)
         if start is not None:
             check_identity(start, identity, name=saves.resume_from)
@@ -137,11 +141,7 @@ def run_lora_training(
                     )
                 training = run.train(samples, request.training, session, helpers=started)
             tensors, state = session.lora(), training.state(identity)
-    verify_lora(model, tensors)
-    path = None
-    if saves.prefix:
-        path = session.save_lora(tensors, steps=state.step)
-        session.states.save(state)
+    path = session.close(tensors, state)
     return TrainedLora(tensors, {"loss": drawable(state.losses)}, state.step, path)
 
 

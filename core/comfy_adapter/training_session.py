@@ -20,12 +20,12 @@ from ..errors import FerryError, SaveError
 from ..log import get_logger
 from ..offload import OffloadTrainingManager
 from ..training import Training, TrainingState
-from .lora_files import save_lora
+from .lora_files import save_lora, verify_lora
 from .portable_lora import portable_lora
 from .running_trainings import RunningTraining, TrainingProgress, show_text
 from .training_preview import Previewer
 from .training_request import SAVE_DTYPES, TrainingRequest
-from .training_states import RunStates
+from .training_states import RunStates, states_folder
 
 _LOG = get_logger("training")
 PREFIX = "diffusion_model."
@@ -101,7 +101,9 @@ class TrainingSession:
         asked = self.running.take()
         every = self.request.saves.every
         due = bool(every) and step % every == 0 and step < training.config.steps
-        if "save" in asked or due:
+        if "save" in asked and not self.request.saves.prefix:
+            self.progress = dataclasses.replace(self.progress, message="not saved: save_prefix is empty")
+        elif "save" in asked or due:
             self._try_save(lora="save" in asked)
         previews = self.request.previews.every
         if "preview" in asked or (previews and step % previews == 0):
@@ -151,6 +153,35 @@ class TrainingSession:
         if path is not None:
             self._note_save(path, training.step)
 
+    def close(self, tensors: Mapping[str, Tensor], state: TrainingState) -> Path | None:
+        """Write what a training gave that ended by itself or by a stop, and return the LoRA's path.
+
+        Args:
+            tensors: Of ``lora()``.
+            state: To go on from; written first, since whatever is wrong with the LoRA can then be mended.
+
+        Raises:
+            SaveError: If the LoRA is not sound, or something could not be written.
+        """
+        kept, unsaved = None, None
+        try:
+            kept = self.states.save(state)
+        except SaveError as error:
+            unsaved = error
+        try:
+            verify_lora(self.model, tensors)
+            path = self.save_lora(tensors, steps=state.step) if self.request.saves.prefix else None
+        except SaveError as error:
+            if kept is None:
+                raise
+            raise SaveError(
+                f"{error} The training itself is kept: resume_from "
+                f"{kept.relative_to(states_folder()).as_posix()} with more steps than {state.step}."
+            ) from error
+        if unsaved is not None:
+            raise unsaved
+        return path
+
     def _try_save(self, *, lora: bool) -> None:
         """Save, or show why not and go on: a full disk must not end what only memory holds.
 
@@ -186,6 +217,7 @@ class TrainingSession:
             "learning_rate": str(config.learning_rate),
             "optimizer": config.optimizer,
             "seed": str(config.seed),
+            "noise_levels": f"{self.request.levels.lowest:g} to {self.request.levels.highest:g}",
             "base_hash": self.identity["base model"].split()[-1],
             "dataset_hash": self.identity["dataset"].split()[-1],
         }
@@ -228,7 +260,7 @@ class TrainingSession:
         last = progress.step == progress.steps
         self.running.tell(progress, now=now or last)
         self._bar.update_absolute(progress.step, progress.steps)
-        show_text(_line(progress), self.running.node_id)
+        show_text(progress.line(), self.running.node_id)
 
     def _memory(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -262,13 +294,3 @@ class TrainingSession:
 
 def _smooth(average: float | None, value: float) -> float:
     return value if average is None else _SMOOTHING * average + (1 - _SMOOTHING) * value
-
-
-def _line(progress: TrainingProgress) -> str:
-    minutes, seconds = divmod(int(progress.seconds_left or 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"step {progress.step}/{progress.steps}  loss {progress.loss or 0:.5f} "
-        f"(average {progress.average_loss or 0:.5f})  {progress.seconds_per_step or 0:.2f} s/it  "
-        f"{hours}:{minutes:02}:{seconds:02} left"
-    )

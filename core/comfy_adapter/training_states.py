@@ -36,8 +36,16 @@ def state_names() -> list[str]:
         for name in names
         if name.endswith(_SUFFIX) and not name.startswith(".") and not (Path(folder) / name).is_symlink()
     ]
-    paths.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
-    return [path.relative_to(root).as_posix() for path in paths]
+    dated = sorted(((_written_at(path), path.name, path) for path in paths), reverse=True)
+    return [path.relative_to(root).as_posix() for written_at, _, path in dated if written_at]
+
+
+def _written_at(path: Path) -> int:
+    """Return a file's time in ns; 0 if a training has just replaced it by a newer one."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def resume_choices() -> list[str]:
@@ -81,8 +89,7 @@ def resume_version(resume_from: str, prefix: str) -> str:
         return str(error)
     if path is None:
         return NO_RESUME
-    status = path.stat()
-    return f"{path}:{status.st_mtime_ns}:{status.st_size}"
+    return f"{path}:{_written_at(path)}"
 
 
 class RunStates:

@@ -385,10 +385,14 @@ def test_a_nan_loss_names_the_step_and_saves_nothing(output):
     assert os.listdir(output) == []
 
 
-def test_a_learning_rate_that_moves_nothing_is_not_saved(output):
-    with pytest.raises(SaveError, match="all zero"):
-        train("flux", save_prefix="x", save_dtype="fp16", training={"learning_rate": 1e-30})
-    assert os.listdir(output) == []
+def test_a_lora_that_is_refused_can_be_mended_without_training_it_again(output):
+    """A learning rate that moves nothing in fp16."""
+    small, larger = {"steps": 1, "learning_rate": 1e-30}, {"steps": 2, "learning_rate": 1e-2}
+    with pytest.raises(SaveError, match=r"all zero.*resume_from x_00001/step_00000001.safetensors"):
+        train("flux", save_prefix="x", save_dtype="fp16", training=small)
+    assert os.listdir(output) == ["training_states"]
+    result = train("flux", save_prefix="x", saves={"resume_from": "latest"}, training=larger)
+    assert result.steps == 2 and result.path is not None
 
 
 def test_a_rewrite_that_changes_the_model_is_refused(monkeypatch):

@@ -111,16 +111,19 @@ def test_stop_returns_what_there_is_and_save_writes_it_at_once(output, monkeypat
 def test_a_step_that_runs_out_of_memory_once_is_repeated(output, monkeypatch, whole):
     from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
 
-    original, tries = ComfyProcess.denoise, []
+    original, tries, said = ComfyProcess.denoise, [], []
 
     def denoise(*arguments):
         tries.append(0)
-        if len(tries) == 5:
+        if len(tries) in (1, 4):  # the proof before the first step, and the first step
             raise torch.OutOfMemoryError("no memory")
         return original(*arguments)
 
     monkeypatch.setattr(ComfyProcess, "denoise", denoise)
+    at_step(monkeypatch, 3, lambda session: session.running.ask("save"))
+    at_step(monkeypatch, 4, lambda session: said.append(session.progress.message))
     result = train(prefix="", offload={"optimizer_on_cpu": True})
+    assert len(tries) == 10 and said == ["not saved: save_prefix is empty"]
     assert result.loss_map == whole.loss_map
     assert all(torch.equal(result.lora[name], value) for name, value in whole.lora.items())
 

@@ -44,6 +44,18 @@ def test_a_run_keeps_its_newest_and_leaves_other_runs_alone(states):
     assert states.resume_version("latest", "a/b") != states.resume_version("latest", "a/b_c")
 
 
+def test_a_state_that_goes_while_they_are_listed_is_left_out(states, monkeypatch):
+    """A training in another thread has just replaced it."""
+    states.RunStates("a", keep=1).save(at(1))
+    walk = os.walk
+    monkeypatch.setattr(
+        states.os,
+        "walk",
+        lambda root: [(folder, sub, [*names, "gone.safetensors"]) for folder, sub, names in walk(root)],
+    )
+    assert states.state_names() == ["a_00001/step_00000001.safetensors"]
+
+
 def test_nothing_is_written_without_a_prefix_or_with_none_to_keep(states, tmp_path):
     assert states.RunStates("", keep=2).save(at(1)) is None
     assert states.RunStates("a", keep=0).save(at(1)) is None
