@@ -11,6 +11,8 @@ from ..core.comfy_adapter import (
     CONTROL_PROMPTS,
     FAMILY_NAMES,
     NO_CONTROL,
+    NO_START,
+    START_IMAGES,
     cache_training_set,
     input_subfolders,
     load_input_folder,
@@ -218,6 +220,14 @@ class CacheTrainingData(io.ComfyNode):
                     tooltip="How the text encoder is shown control pictures, as ComfyUI's text encode node "
                     "for that model does. auto: the newest way, if it takes pictures.",
                 ),
+                io.Combo.Input(
+                    "start_image",
+                    options=list(START_IMAGES),
+                    default=NO_START,
+                    optional=True,
+                    tooltip="For models that make a video of a picture (Wan I2V): 'first frame' gives each "
+                    "video its own first frame, as WanImageToVideo does.",
+                ),
             ],
             outputs=[
                 TrainingCacheSocket.Output(
@@ -230,9 +240,16 @@ class CacheTrainingData(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, training_set: Any, clip: Any, vae: Any, control_prompt: str = AUTO_PROMPT
+        cls,
+        training_set: Any,
+        clip: Any,
+        vae: Any,
+        control_prompt: str = AUTO_PROMPT,
+        start_image: str = NO_START,
     ) -> io.NodeOutput:
         """Encode what is missing and return the cache."""
-        result = cache_training_set(training_set, clip, vae, control_prompt=control_prompt)
+        result = cache_training_set(
+            training_set, clip, vae, control_prompt=control_prompt, start_image=start_image
+        )
         text = f"{result.num_encoded} encoded, {result.num_found} found; {result.cache.summary()}"
         return io.NodeOutput(result.cache, ui=ui.PreviewText(text))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .parallel_vae import make_parallel_vae
     from .sampling import sample_parallel, sampler_names, scheduler_names
     from .train_lora import COMPUTE_DTYPES, SAVE_DTYPES, TrainedLora, TrainingRequest, run_lora_training
-    from .training_cache import CacheResult, cache_training_set
+    from .training_cache import NO_START, START_IMAGES, CacheResult, cache_training_set
     from .training_folder import (
         FAMILY_NAMES,
         NO_CONTROL,
@@ -52,6 +52,8 @@ _HOMES = {
     "AUTO_PROMPT": "control_prompts",
     "CONTROL_PROMPTS": "control_prompts",
     "NO_CONTROL": "training_folder",
+    "NO_START": "training_cache",
+    "START_IMAGES": "training_cache",
     "ACCELERATIONS": "acceleration",
     "check_acceleration": "acceleration",
     "PreviewInputs": "training_preview",
@@ -104,6 +106,8 @@ __all__ = [
     "AUTO_PROMPT",
     "CONTROL_PROMPTS",
     "NO_CONTROL",
+    "NO_START",
+    "START_IMAGES",
     "ACCELERATIONS",
     "check_acceleration",
     "AUTO",

@@ -14,7 +14,15 @@ from torch import Tensor
 from ..errors import RequestError, TrainingError
 from ..training import Sample, SampleSource
 from ..training.dataset import BrokenCacheError, CachedItem, CacheFolder, TrainingCache
-from .training_inputs import Caption, Guidance, check_caption, read_samples, scale_latent, set_guidance
+from .training_inputs import (
+    Caption,
+    Guidance,
+    check_caption,
+    check_start_image,
+    read_samples,
+    scale_latent,
+    set_guidance,
+)
 
 
 @dataclass(frozen=True)
@@ -42,17 +50,19 @@ class StoredSample:
             TrainingError: If a cache file is gone or damaged.
         """
         latent = scale_latent(self.model, self._tensors(self.item.latent_key)[0]["latent"].float())
-        references = {}
+        references: dict[str, Any] = {}
         if self.item.control_key is not None:
             # As ComfyUI's own nodes pass them: unscaled, the model scales them itself.
             references = {"reference_latents": [self._tensors(self.item.control_key)[0]["latent"].float()]}
+        if self.item.start_key is not None:
+            references |= _start(self._tensors(self.item.start_key)[0]["latent"].float())
         condition = Caption(self._caption(self.item.caption_key, references), latent)
         unconditional = None
         if self.item.empty_caption_key is not None:
             unconditional = Caption(self._caption(self.item.empty_caption_key, references), latent)
         return Sample(latent, condition, unconditional, self.item.caption_dropout)
 
-    def _caption(self, key: str, references: dict[str, list[Tensor]]) -> list:
+    def _caption(self, key: str, references: dict[str, Any]) -> list:
         tensors, values = self._tensors(key)
         cond = tensors.pop("cond")
         entry = [cond, {**values, **tensors, **references}]
@@ -68,6 +78,13 @@ class StoredSample:
                 "again; it makes broken files anew."
             ) from error
         return entry.tensors, entry.values
+
+
+def _start(latent: Tensor) -> dict[str, Tensor]:
+    """Return what ComfyUI's WanImageToVideo adds to a caption: the start, and where the video is unknown."""
+    mask = latent.new_ones((1, 1, *latent.shape[2:]))
+    mask[:, :, 0] = 0.0
+    return {"concat_latent_image": latent, "concat_mask": mask}
 
 
 def read_examples(
@@ -116,6 +133,8 @@ def read_cache(model: Any, cache: TrainingCache, *, guidance: Guidance | None = 
     for item in cache.items:
         if item.shape not in shapes:
             # One of each shape is read before anything runs: the VAE must have been this model's.
-            shapes[item.shape] = StoredSample(model, cache.files, item, item.shape, guidance).read().shape
+            sample = StoredSample(model, cache.files, item, item.shape, guidance).read()
+            check_start_image(model, item.name, sample.condition.entry)
+            shapes[item.shape] = sample.shape
         samples += [StoredSample(model, cache.files, item, shapes[item.shape], guidance)] * item.repeats
     return samples

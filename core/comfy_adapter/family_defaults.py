@@ -135,6 +135,8 @@ def _describe(family: FamilyDefaults, values: dict[str, Any], automatic: dict[st
         parts.append(part("loss_weighting", f"{values['loss_weighting']} weights"))
     if values["guidance"] != AUTO_GUIDANCE:
         parts.append(part("guidance", f"guidance {values['guidance']:g}"))
+    if family.expert_boundary is not None and values["noise_range"] == AUTO:
+        parts.append("all noise (for an expert of Wan 2.2 14B choose noise_range)")
     if (values["lowest_noise"], values["highest_noise"]) != (0.0, 1.0):
         parts.append(f"noise {values['lowest_noise']:g} to {values['highest_noise']:g}")
     if values["gpus"] > 1:

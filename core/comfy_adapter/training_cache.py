@@ -35,6 +35,8 @@ from .encoder_identity import clip_identity, vae_identity
 
 _LOG = get_logger("training")
 _FOLDER = "training_cache"
+NO_START, FIRST_FRAME = "none", "first frame"
+START_IMAGES = (NO_START, FIRST_FRAME)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ class _Job:
 
 
 def cache_training_set(
-    training_set: TrainingSet, clip: Any, vae: Any, *, control_prompt: str = AUTO_PROMPT
+    training_set: TrainingSet,
+    clip: Any,
+    vae: Any,
+    *,
+    control_prompt: str = AUTO_PROMPT,
+    start_image: str = NO_START,
 ) -> CacheResult:
     """Return the set with all latents and captions on disk, encoding what is not there yet.
 
@@ -71,24 +78,27 @@ def cache_training_set(
         clip: ComfyUI's CLIP.
         vae: ComfyUI's VAE.
         control_prompt: How a text encoder is shown control pictures, see ``control_prompts``.
+        start_image: One of ``START_IMAGES``: what picture-to-video models start from.
 
     Raises:
         RequestError: If the VAE cannot take the pictures, a file changed, or a result is not finite.
     """
     controls = [item.control for item in training_set.items if item.control is not None]
     check_vae_takes([*training_set.items, *controls], vae)
+    check_start(training_set.items, start_image)
     prompt = choose_prompt(clip, control_prompt, has_controls=bool(controls))
     files = CacheFolder(Path(folder_paths.get_output_directory()) / _FOLDER)
     captions = _caption_jobs(training_set, clip, prompt)
     latents = _latent_jobs([*training_set.items, *controls], vae)
-    jobs = {job.key: job for job in (*captions.values(), *latents.values())}
+    starts = _latent_jobs(training_set.items, vae, first_alone=True) if start_image == FIRST_FRAME else {}
+    jobs = {job.key: job for job in (*captions.values(), *latents.values(), *starts.values())}
     missing = {key for key in jobs if not files.has(key)}
     num_missing = len(missing)
     bar = comfy.utils.ProgressBar(len(jobs))
     bar.update(len(jobs) - num_missing)
     try:
-        for group in (captions, latents):
-            for job in group.values():
+        for group in (list(captions.values()), [*latents.values(), *starts.values()]):
+            for job in group:
                 if job.key not in missing:
                     continue
                 comfy.model_management.throw_exception_if_processing_interrupted()
@@ -107,6 +117,7 @@ def cache_training_set(
             caption_key=captions[item.caption, _shown(item, prompt)].key,
             empty_caption_key=captions["", _shown(item, prompt)].key if item.caption_dropout else None,
             control_key=None if item.control is None else latents[item.control].key,
+            start_key=starts[item].key if starts else None,
             shape=files.shape(latents[item].key, "latent"),
             repeats=item.repeats,
             caption_dropout=item.caption_dropout,
@@ -135,6 +146,27 @@ def check_vae_takes(items: Sequence[MediaItem], vae: Any) -> None:
             )
         if item.num_frames > 1:
             _check_frames(item, vae)
+
+
+def check_start(items: Sequence[MediaItem], start_image: str) -> None:
+    """Refuse a start that is unknown, or that leaves nothing to learn.
+
+    Raises:
+        RequestError: Naming a picture.
+    """
+    if start_image not in START_IMAGES:
+        raise RequestError(
+            f"start_image={start_image!r} was asked",
+            limit=f"Known are {list(START_IMAGES)}",
+            way_out="Choose one of them",
+        )
+    picture = next((item.name for item in items if item.num_frames == 1), None)
+    if start_image == FIRST_FRAME and picture is not None:
+        raise RequestError(
+            f"start_image={start_image!r} was asked with {picture}",
+            limit="A single picture is its own first frame, so nothing is left to learn",
+            way_out="Load videos alone, with video_frames above 1, or set start_image to none",
+        )
 
 
 def _check_frames(item: MediaItem, vae: Any) -> None:
@@ -213,20 +245,26 @@ def _encode_caption(encode: Callable[[], list], name: str) -> tuple[dict[str, Te
     return tensors, values
 
 
-def _latent_jobs(items: Sequence[MediaItem], vae: Any) -> dict[MediaItem, _Job]:
-    """Return one job for each different picture, by item."""
+def _latent_jobs(items: Sequence[MediaItem], vae: Any, *, first_alone: bool = False) -> dict[MediaItem, _Job]:
+    """Return one job for each different picture, by item; ``first_alone`` for its first frame, then grey."""
+    kind = "start latent" if first_alone else "latent"
     identity = vae_identity(vae)
     jobs = {}
     for item in items:
         frames = [item.num_frames, item.rate_hz] if item.is_video else []
         bucket = [item.bucket.width_px, item.bucket.height_px]
-        key = cache_key("latent", identity, item.digest, bucket, item.mirrored, frames)
-        jobs[item] = _Job(key, item.name, lambda item=item, key=key: _encode_pixels(vae, item, key))
+        key = cache_key(kind, identity, item.digest, bucket, item.mirrored, frames)
+        encode = functools.partial(_encode_pixels, vae, item, key, first_alone=first_alone)
+        jobs[item] = _Job(key, item.name, encode)
     return jobs
 
 
-def _encode_pixels(vae: Any, item: MediaItem, key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _encode_pixels(
+    vae: Any, item: MediaItem, key: str, *, first_alone: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     pixels = read_pixels(item)
+    if first_alone:  # as ComfyUI's WanImageToVideo
+        pixels[1:] = 0.5
     devices = [] if vae.device.type == "cpu" else [vae.device]
     with torch.random.fork_rng(devices, device_type=vae.device.type if devices else "cuda"):
         # Some VAEs draw from the latent's distribution: by the content, not by what ran before.

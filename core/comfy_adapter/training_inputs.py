@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.model_base
 import torch
 from torch import Tensor
 
@@ -27,6 +28,8 @@ _REFUSED = {
     "end_percent": "an end percentage",
     "clip_start_percent": "a CLIP schedule",
 }
+# Channels of a latent, of the start picture's, and of the mask.
+_WITH_START_PICTURE = 16 + 16 + 4
 _NEUTRAL = {"start_percent": 0.0, "end_percent": 1.0}
 
 
@@ -74,6 +77,7 @@ def read_samples(
     entries = [entry for entries in conditioning for entry in entries]
     for index, entry in enumerate(entries):
         check_caption(f"caption {index}", entry)
+        check_start_image(model, f"caption {index}", entry)
     captions = [set_guidance(_normal(list(entry)), guidance) for entry in entries]
     pairs = pair_samples(rows, captions)
     scaled = [scale_latent(model, sample.latent) for sample in pairs]
@@ -139,6 +143,38 @@ def check_caption(what: str, entry: Any) -> None:
             limit="Training learns from whole latents at all noise levels without other models",
             way_out="Connect the conditioning from before that node",
         )
+
+
+def check_start_image(model: Any, what: str, entry: list) -> None:
+    """Refuse to train a picture-to-video model (Wan) without the picture: it would unlearn to use it.
+
+    Raises:
+        RequestError: Naming ``what``.
+    """
+    options = entry[1]
+    if _makes_video_of_picture(model) and options.get("concat_latent_image") is None:
+        raise RequestError(
+            f"{what} has no start picture, and this model makes videos of one",
+            limit="ComfyUI would put an empty picture in its place at every step",
+            way_out="Set start_image of Cache Training Data to 'first frame', or send the captions through "
+            "WanImageToVideo",
+        )
+    sees = getattr(model.model.diffusion_model, "img_emb", None) is not None
+    if sees and options.get("clip_vision_output") is None:
+        raise RequestError(
+            f"{what} has no CLIP vision output, and this model looks at its start picture through one",
+            limit="Training would go on without what sampling has (Wan 2.1 I2V; Wan 2.2 needs none)",
+            way_out="Send latents and captions through CLIP Vision Encode and WanImageToVideo",
+        )
+
+
+def _makes_video_of_picture(model: Any) -> bool:
+    """Return whether a Wan network takes a start picture and its mask beside the latent.
+
+    ``image_to_video`` of the model does not tell: ComfyUI sets it for TI2V-5B, and not for Wan 2.2 I2V.
+    """
+    config = getattr(model.model.model_config, "unet_config", {})
+    return isinstance(model.model, comfy.model_base.WAN21) and config.get("in_dim") == _WITH_START_PICTURE
 
 
 def scale_latent(model: Any, latent: Tensor) -> Tensor:

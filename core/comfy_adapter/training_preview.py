@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import RequestError
-from ..training import SampleSource, Training
+from ..training import NoiseLevels, SampleSource, Training
 from .training_inputs import Caption, plain_entry
 from .training_request import PreviewSettings
 
@@ -120,7 +120,11 @@ class Previewer:
         sigmas = comfy.samplers.calculate_sigmas(sampling, _SCHEDULE, self.settings.steps).to(process.device)
         random = torch.Generator().manual_seed(self.seed)
         noise = torch.randn(clean.shape, generator=random).to(process.device)
-        start = sampling.noise_scaling(sigmas[0], noise, torch.zeros_like(noise), True)
+        if process.levels.is_whole:
+            start = sampling.noise_scaling(sigmas[0], noise, torch.zeros_like(noise), True)
+        else:
+            sigmas = _within(sigmas, process.levels)
+            start = sampling.noise_scaling(sigmas[0], noise, clean.to(process.device), False)
 
         def predict(x: Tensor, sigma: Tensor) -> Tensor:
             positive = process.denoise(x, sigma, [caption])
@@ -154,6 +158,18 @@ class Previewer:
         colours = frame.float().cpu().movedim(0, -1) @ torch.tensor(factors)
         bias = getattr(latent_format, "latent_rgb_factors_bias", None)
         return ((colours if bias is None else colours + torch.tensor(bias)) + 1) / 2
+
+
+def _within(sigmas: Tensor, levels: NoiseLevels) -> Tensor:
+    """Return the steps of an expert: from its highest level to its lowest, and from there to a clean picture.
+
+    An expert for little noise cannot begin at pure noise: it goes on from the data's picture with noise on.
+    One for much noise ends with what it takes the clean picture for.
+    """
+    own = sigmas[(sigmas >= levels.lowest) & (sigmas > 0)]
+    if levels.highest < 1.0:
+        own = torch.cat([own.new_tensor([levels.highest]), own[own < levels.highest]])
+    return torch.cat([own, own.new_zeros(1)])
 
 
 def _rgb_factors(model: Any) -> Any:

@@ -22,6 +22,8 @@ class CachedItem:
         repeats: How often it comes in an epoch.
         caption_dropout: How often the empty caption is used instead, 0 to 1.
         control_key: Of the file with the latent of the control picture; None without.
+        start_key: Of the file with the latent of the first frame alone, for picture-to-video models; None
+            for others.
     """
 
     name: str
@@ -32,6 +34,7 @@ class CachedItem:
     repeats: int = 1
     caption_dropout: float = 0.0
     control_key: str | None = None
+    start_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class TrainingCache:
                     item.repeats,
                     item.caption_dropout,
                     item.control_key,
+                    *([item.start_key] if item.start_key else []),
                 ]
                 for item in self.items
             ]

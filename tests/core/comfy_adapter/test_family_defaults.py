@@ -136,6 +136,53 @@ def test_the_defaults_learn_one_picture(kind):
     assert float(moved) < distance_limit * float(without)
 
 
+def test_two_experts_learn_their_own_noise_and_make_the_picture_together(output, monkeypatch):
+    """Trained apart as a person does, loaded from their files, sampled one behind the other."""
+    import comfy.sd
+    import comfy.utils
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
+
+    import nodes
+
+    drawn, original = [], ComfyProcess.sigmas
+
+    def sigmas(process, positions):
+        drawn.append(original(process, positions))
+        return drawn[-1]
+
+    monkeypatch.setattr(ComfyProcess, "sigmas", sigmas)
+    experts, ranges = {}, {}
+    for name in ("high", "low"):
+        drawn.clear()
+        model, target, caption, result = overfit("wan", noise_range=name, save_prefix=f"loras/cat_{name}")
+        trained = torch.cat(drawn)
+        ranges[name] = float(trained.min()), float(trained.max())
+        lora, header = comfy.utils.load_torch_file(str(result.path), return_metadata=True)
+        assert header["noise_levels"] == {"high": "0.875 to 1", "low": "0 to 0.875"}[name]
+        with torch.inference_mode():
+            patched, _ = comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)
+        experts[name] = (model, patched)
+    assert 0 < ranges["low"][0] < 0.5 < ranges["low"][1] <= 0.875 <= ranges["high"][0]
+
+    def distance(high, low):
+        """As the template does it: down to the boundary by one expert, from there on by the other."""
+        latent = {"samples": torch.zeros_like(target)}
+        with torch.inference_mode():
+            common = (6, 1.0, "euler", "simple", caption, caption)
+            half = nodes.KSamplerAdvanced().sample(
+                experts["high"][high], "enable", 5, *common, latent, 0, 4, "enable"
+            )[0]
+            whole = nodes.KSamplerAdvanced().sample(
+                experts["low"][low], "disable", 5, *common, half, 4, 10000, "disable"
+            )[0]
+        return float((whole["samples"] - target).norm())
+
+    both, neither = distance(1, 1), distance(0, 0)
+    print("SEEN", both / neither, distance(1, 0) / neither, distance(0, 1) / neither)
+    assert both < 0.6 * neither
+    assert both < min(distance(1, 0), distance(0, 1))
+
+
 def fill(kind, model=None, **changes):
     from comfyui_ferry.core.comfy_adapter import fill_auto
 

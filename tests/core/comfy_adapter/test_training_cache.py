@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError, TrainingError
@@ -230,16 +232,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_encoded(root, output):
         samples(cache(load(root), clip, wrong).cache)
 
 
-def test_a_video_is_one_latent_of_several_frames(tmp_path, root):
+def film(root):
+    """Put a video of ten frames, from black to grey, beside the pictures."""
     av = pytest.importorskip("av")
     with av.open(str(root / "cats" / "d.mp4"), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width = stream.height = 32
         stream.pix_fmt = "yuv420p"
-        for _ in range(10):
-            container.mux(stream.encode(av.VideoFrame(32, 32, "rgb24")))
+        for index in range(10):
+            frame = torch.full((32, 32, 3), 12 * index, dtype=torch.uint8).numpy()
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
         container.mux(stream.encode())
     (root / "cats" / "d.txt").write_text("a video")
+
+
+def test_a_video_is_one_latent_of_several_frames(root):
+    film(root)
     clip, vae = encoders(is_video=True)
     found = cache(load(root, video_frames=9, video_rate_hz=8.0), clip, vae).cache
     assert [item.shape for item in found.items][2:] == [(1, 16, 1, 2, 8), (1, 16, 3, 4, 4)]
@@ -248,3 +256,43 @@ def test_a_video_is_one_latent_of_several_frames(tmp_path, root):
         cache(load(root, video_frames=8, video_rate_hz=8.0), clip, vae)
     with pytest.raises(RequestError, match="encodes single pictures only"):
         cache(load(root, video_frames=9, video_rate_hz=8.0), *encoders())
+
+
+def test_a_video_of_a_picture_starts_from_its_first_frame(root):
+    """Wan I2V sees what the stock node gives it, and is not trained without."""
+    import comfy_extras.nodes_wan as stock
+    from comfyui_ferry.core.comfy_adapter import cache_training_set
+    from comfyui_ferry.core.comfy_adapter.cached_samples import read_examples
+    from comfyui_ferry.core.comfy_adapter.training import ComfyProcess
+
+    film(root)
+    clip, vae = encoders(is_video=True)
+    everything = load(root, video_frames=9, video_rate_hz=8.0, caption_dropout=0.5)
+    with pytest.raises(RequestError, match=r"start_image='first frame' was asked with cats/a.png"):
+        cache_training_set(everything, clip, vae, start_image="first frame")
+    videos = replace(everything, items=everything.items[-1:])
+    model = PATCHERS["wan"].build(in_dim=36)
+    with torch.inference_mode():
+        plain, started = (
+            cache_training_set(videos, clip, vae, start_image=start).cache
+            for start in ("none", "first frame")
+        )
+        pixels = read_pixels(videos.items[0])
+        positive = clip.encode_from_tokens_scheduled(clip.tokenize("a video"))
+        expected = stock.WanImageToVideo.execute(
+            positive, positive, vae, 32, 32, 9, 1, start_image=pixels[:1]
+        ).args[0][0][1]
+    with pytest.raises(RequestError, match=r"cats/d.mp4 has no start picture.*'first frame'"):
+        read_examples(model, [], [], plain)
+    assert plain.digest != started.digest
+    (source,) = read_examples(model, [], [], started)
+    sample = source.read()
+    for caption in (sample.condition, sample.unconditional):
+        for name in ("concat_latent_image", "concat_mask"):
+            torch.testing.assert_close(caption.entry[1][name], expected[name], rtol=0, atol=0)
+    process = ComfyProcess(model, torch.device("cpu"), seed=0)
+    (group,) = process.groups(sample.latent, [sample.condition])
+    assert group.conds[0]["c_concat"].cond.shape[1] == 20 and bool(group.conds[0]["c_concat"].cond.any())
+    model.model.diffusion_model.img_emb = torch.nn.Identity()  # Wan 2.1's
+    with pytest.raises(RequestError, match="no CLIP vision output"):
+        read_examples(model, [], [], started)

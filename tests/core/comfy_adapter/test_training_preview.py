@@ -107,6 +107,37 @@ def noise_of(shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
+def test_an_expert_is_shown_on_its_own_noise():
+    import types
+
+    from comfyui_ferry.core.comfy_adapter.train_lora import PreviewInputs, PreviewSettings
+    from comfyui_ferry.core.comfy_adapter.training_preview import Previewer
+    from comfyui_ferry.core.training import NoiseLevels, Sample
+
+    tiny = PATCHERS["wan"]
+    model, clean = tiny.build(), torch.full((1, *tiny.latent_shape), 3.0)
+    for lowest, highest in ((0.875, 1.0), (0.0, 0.875)):
+        seen = []
+
+        def denoise(x, sigma, captions, seen=seen):
+            seen.append((float(sigma), x))
+            return clean
+
+        process = types.SimpleNamespace(
+            model=model.model, device=torch.device("cpu"), levels=NoiseLevels(lowest=lowest, highest=highest),
+            denoise=denoise,
+        )  # fmt: skip
+        previewer = Previewer(
+            model, PreviewSettings(steps=6), PreviewInputs(), samples=[Sample(clean, None)], seed=0
+        )
+        previewer._sample(process)
+        sigmas = [sigma for sigma, _ in seen]
+        assert sigmas == sorted(sigmas, reverse=True) and len(sigmas) >= 3
+        assert sigmas[0] == highest and sigmas[-1] >= lowest
+        # One for little noise goes on from the picture, one for much noise starts without it.
+        assert float(seen[0][1].mean()) == pytest.approx((1 - highest) * 3.0, abs=0.2)
+
+
 def test_without_a_vae_they_are_rough_colours(temp):
     from PIL import Image
 
