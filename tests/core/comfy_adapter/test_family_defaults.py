@@ -177,8 +177,8 @@ def test_two_experts_learn_their_own_noise_and_make_the_picture_together(output,
             )[0]
         return float((whole["samples"] - target).norm())
 
+    # Seen: 0.44 of the distance without, high alone 0.85, low alone 0.52.
     both, neither = distance(1, 1), distance(0, 0)
-    print("SEEN", both / neither, distance(1, 0) / neither, distance(0, 1) / neither)
     assert both < 0.6 * neither
     assert both < min(distance(1, 0), distance(0, 1))
 
