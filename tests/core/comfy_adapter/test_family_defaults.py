@@ -123,7 +123,11 @@ def with_lora(model, lora):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] if kind == "FLUX.2-klein" else []) for kind in LIMITS],
+    # Wan's two experts have a test of their own.
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind in ("FLUX.2-klein", "wan") else [])
+        for kind in LIMITS
+    ],
 )
 def test_the_defaults_learn_one_picture(kind):
     model, target, caption, result = overfit(kind)
