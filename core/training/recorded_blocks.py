@@ -118,9 +118,16 @@ class RecordedBlocks:
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory that recording takes besides what the training takes without, from what was seen."""
-        seen = (call for hook in self._hooks for call in hook.seen.values() if not call.reads.obstacle)
-        return max((call.reads.needed_bytes for call in seen), default=0)
+        """Device memory that recording takes besides what the training takes without, from what was seen.
+
+        Blocks of one kind share it; what those of another kind need has other sizes, and comes on top.
+        """
+        needed: dict[type, int] = {}
+        for hook in self._hooks:
+            found = (seen.reads.needed_bytes for seen in hook.seen.values() if not seen.reads.obstacle)
+            kind = type(hook.module)
+            needed[kind] = max(needed.get(kind, 0), *found, 0)
+        return sum(needed.values())
 
     @property
     def num_recordings(self) -> int:
