@@ -53,19 +53,12 @@ _LIMIT_S = 540
 
 def main() -> None:
     """Run what was asked for, or one rank of it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", choices=list(DENOISERS))
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES; several times")
+    parser = model_parser(__doc__, steps=5)
     parser.add_argument("--mesh", action="append", default=[], help="for example ulysses=2 or cfg=2,tp=2")
     parser.add_argument(
         "--modes", nargs="+", choices=["eager", "graph", "compile", "compile+graph"], default=["eager"]
     )
     parser.add_argument("--rivals", action="store_true", help="diffusers beside, where it can")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--link", type=float, default=300.0, help="GB/s to other GPUs, for the prediction")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -75,6 +68,19 @@ def main() -> None:
         run_rank_reported(options, json.loads(options.row))
     else:
         run_all(options)
+
+
+def model_parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
+    """Return a command line with the model, where ComfyUI is, sizes, steps and the device."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=list(DENOISERS))
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES; several times")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    return parser
 
 
 def parse_size(text: str) -> Size:
@@ -153,20 +159,7 @@ def run_rank_reported(options: argparse.Namespace, row: dict[str, Any]) -> None:
 
 def run_rank(options: argparse.Namespace, row: dict[str, Any]) -> None:
     """Be one rank of one row; rank 0 writes the report."""
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-    sys.argv = sys.argv[:1]
-    sys.path.insert(0, str(options.comfyui.resolve()))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        from comfy.cli_args import args
-
-        args.cpu = True
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype = join_group(options)
     denoiser = DENOISERS[options.model]
     rival = row["who"] == "diffusers"
     steps = (rival_steps if rival else our_steps)(denoiser, row, device, dtype)
@@ -174,11 +167,35 @@ def run_rank(options: argparse.Namespace, row: dict[str, Any]) -> None:
     if row["who"] == "ComfyUI":
         for size in options.size:
             sizes[str(size)]["work"] = asdict(work_of(denoiser, size, dtype))
-    if rank == 0:
+    if dist.get_rank() == 0:
         (Path(row["shared"]) / "report.json").write_text(json.dumps({"sizes": sizes}))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a process group with recorded collectives does not end
+
+
+def join_group(options: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """Make ComfyUI importable and join the group of all ranks.
+
+    Args:
+        options: From ``model_parser``.
+
+    Returns:
+        This rank's device, and the dtype that models have on it.
+    """
+    sys.argv = sys.argv[:1]
+    sys.path.insert(0, str(options.comfyui.resolve()))
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        return device, torch.bfloat16
+    from comfy.cli_args import args
+
+    args.cpu = True
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return torch.device("cpu"), torch.float32
 
 
 Steps = Callable[[Size, int], Callable[[], torch.Tensor]]

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from comfyui_ferry.core.parallel.attention import ulysses
 from comfyui_ferry.core.parallel.collectives import start_all_to_all
 from comfyui_ferry.core.parallel.recorded_forward import RecordedForward
 from comfyui_ferry.core.plans import find_plan
-from parallel import plain_attention
+from parallel import join_group, model_parser, parse_size, plain_attention
 from parallel_models import DENOISERS, Size
 from torch.nn import functional as F
 
@@ -50,20 +49,9 @@ KINDS = (
 
 def main() -> None:
     """Be one rank."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", choices=list(DENOISERS))
-    parser.add_argument("--comfyui", type=Path, required=True)
-    parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES; several times")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser = model_parser(__doc__, steps=3)
     parser.add_argument("--no-compile", action="store_true")
-    options = parser.parse_args()
-    sys.argv = sys.argv[:1]
-    sys.path.insert(0, str(options.comfyui.resolve()))
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else "cpu"
-    bench = Bench(options, torch.device(device))
+    bench = Bench(parser.parse_args())
     with torch.inference_mode():
         bench.run()
     sys.stdout.flush()
@@ -73,21 +61,12 @@ def main() -> None:
 class Bench:
     """One rank of the measurement."""
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self.options, self.device = options, device
-        self.cuda = device.type == "cuda"
-        if self.cuda:
-            torch.cuda.set_device(device)
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-        else:
-            from comfy.cli_args import args
-
-            args.cpu = True
-            torch.set_num_threads(1)
-            dist.init_process_group("gloo")
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device, self.dtype = join_group(options)
+        self.cuda = self.device.type == "cuda"
         self.started = time.perf_counter()
-        self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.sizes = [Size(*map(int, text.split("x"))) for text in options.size or ["1024x1024"]]
+        self.sizes = [parse_size(text) for text in options.size or ["1024x1024"]]
         self.reference: dict[Size, torch.Tensor] = {}
         self.base: dict[Size, float] = {}
 
