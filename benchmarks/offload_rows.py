@@ -33,12 +33,20 @@ QWEN_TARGETS = (
 ).split(",")
 RANK = 32
 ROWS = {
-    "toy": ("gpu only", "gpu only, fused", "ferry", "ferry, overlapped", "diffsynth"),
+    "toy": (
+        "gpu only",
+        "gpu only, fused",
+        "ferry",
+        "ferry, overlapped",
+        "ferry, overlapped into the next step",
+        "diffsynth",
+    ),
     "qwen": (
         "gpu only",
         "ferry",
         "ferry, inputs on the host",
         "ferry, not recorded",
+        "ferry, prefetch over the step",
         "ferry, modulation",
         "ferry, budget",
         "diffsynth",
@@ -139,7 +147,8 @@ def _build_toy(job: Job) -> Step:
             model, job.device, enable_optimizer_cpu_offload=True
         )
         if "overlapped" in job.row:
-            manager.overlap_optimizer(optimizer)
+            finish = "next use" if "into the next step" in job.row else "step"
+            manager.overlap_optimizer(optimizer, finish=finish)
     elif job.row == "diffsynth":
         manager = load_diffsynth(job.rivals["diffsynth"])(
             model, job.device, enable_optimizer_cpu_offload=True
@@ -275,7 +284,12 @@ def _attach_qwen(job: Job, model: nn.Module) -> Step:
         modulation = offload.ModulationPlan(tuple(offload.ModulationLayers(path, "1") for path in paths))
     # 800 MB: one transformer block (about 680 MB) moves as a whole.
     job.manager = offload.OffloadTrainingManager(
-        model, job.device, cpu_offload_split_threshold=800, budget=budget, modulation=modulation
+        model,
+        job.device,
+        cpu_offload_split_threshold=800,
+        budget=budget,
+        modulation=modulation,
+        prefetch_next_forward="over the step" in job.row,
     )
     return job.manager.after_backward
 

@@ -9,7 +9,8 @@ memory and the copies; ``store``, ``buckets``, ``segments`` and ``pinned_arena``
 ``tensors``, ``wrappers``, ``module_dicts`` and ``replacements`` how the model sees them;
 ``saved_tensors`` and ``gradients`` what autograd sees; ``gradient_memory`` and ``host_worker`` where
 gradients arrive and are added; ``host_steps``, ``fused_steps`` and ``overlapped_steps`` the optimizer's
-step on the host; ``layer_major`` accumulation block by block; ``retry`` what follows running out of
+step on the host, ``optimizer_calls``, ``master_steps`` and ``update_queue`` how it is done in parts;
+``layer_major`` accumulation block by block; ``retry`` what follows running out of
 memory; ``unobserved`` keeps the engine's own operations out of sight; ``modulation`` keeps what small
 frozen layers returned, ``modulation_layers`` and ``modulation_store`` say for which layers and how, and
 ``external_reads`` how that goes together with CUDA graphs;

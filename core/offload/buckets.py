@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .pinned_arena import HostRegion
     from .slots import Slot
     from .transfer import Transfer
+    from .update_queue import QueuedStep
 
 
 class Segment:
@@ -66,6 +67,7 @@ class Bucket:
         pins: How many running forwards need it there.
         is_bound: Whether its tensors point at the slot.
         host_lock: Held while the masters change in another thread, and while a copy of them is started.
+        update: The optimizer's step of its masters that is still to come, after ``optimizer.step()``.
         is_kept: Whether it stays on the target between uses.
         is_spent: Whether its part of the running backward is over, as far as can be seen: its slot is
             the one to take for what comes next.
@@ -90,6 +92,7 @@ class Bucket:
         self.is_kept = False
         self.is_spent = False
         self.host_lock = threading.Lock()
+        self.update: QueuedStep | None = None
 
     @property
     def is_staged(self) -> bool:

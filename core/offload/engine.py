@@ -6,7 +6,6 @@ what it uses until it ends.
 
 Outside all of these the model's tensors are their host masters, and reading one moves nothing: so
 optimizers, ``state_dict`` and initialisers work as on any model on the CPU.
-
 ``torch.compile`` of blocks compiles what lies between managed layers: its graph breaks at these methods.
 
 What this module does not do: it neither attaches nor removes; ``manager`` does.
@@ -38,6 +37,7 @@ from .step_timer import IdleTimer, StepTimer, watch
 from .store import Store
 from .transfer import make_transfer
 from .unobserved import exclusive, uncompiled
+from .update_queue import UpdateQueue
 
 if TYPE_CHECKING:
     from .manager import OffloadTrainingManager
@@ -59,9 +59,10 @@ class Engine:
         self.replacements = Replacements(self.store, self.residency)
         self.saved_tensors = SavedTensorHooks(self)
         self.look_ahead = LookAhead(self.residency)
+        self.updates = UpdateQueue(self.gradients.worker, self.transfer, self.look_ahead.place_in_forward)
         self.host_steps = None
         if config.optimizer_on_host:
-            self.host_steps = HostSteps(self.gradients, self.transfer, find=self.store.find)
+            self.host_steps = HostSteps(self.gradients, self.transfer, self.updates, find=self.store.find)
         self.timer: StepTimer = IdleTimer()
         self.num_open_scopes = 0
         self.holding = Holding(self.residency)
@@ -112,11 +113,8 @@ class Engine:
         self._scopes().remove(scope)
         self.num_open_scopes -= 1
         self._close(scope)
-        if (
-            self.num_open_scopes == 0
-            and torch._C._current_graph_task_id() == NO_TASK
-            and not self.holding.is_on
-        ):
+        is_recompute = torch._C._current_graph_task_id() != NO_TASK
+        if self.num_open_scopes == 0 and not is_recompute and not self.holding.is_on:
             self._end_forward()
 
     @exclusive
@@ -170,12 +168,16 @@ class Engine:
         scopes = self._scopes()
         scope = scopes[-1] if scopes else self._task_scope()
         # Without the lock first: most reads are of what this very thread has pinned.
-        if scope is not None and id(holder.managed[name].bucket) not in scope.buckets:
+        if scope is None:
+            self.updates.finish_for(holder.managed[name].bucket)
+        elif id(holder.managed[name].bucket) not in scope.buckets:
             self._use_entry(holder, name, scope)
 
     @exclusive
     def entry_changed(self, holder: ManagedDict, name: str, before: torch.Tensor | None) -> None:
         """Note that a module's entry, which held ``before``, was assigned or deleted."""
+        if holder.is_parameters:
+            self.updates.finish_all()
         inside = bool(self._scopes()) or torch._C._current_graph_task_id() != NO_TASK
         self.replacements.note(holder, name, before=before, is_inside_forward=inside)
 
@@ -184,8 +186,7 @@ class Engine:
         """Take assigned tensors under management, if no forward runs.
 
         Raises:
-            OffloadError: If one cannot be.
-            RequestError: If one is of a kind that cannot be managed.
+            OffloadError, RequestError: If one cannot be, or is of a kind that cannot be managed.
         """
         if self.num_open_scopes == 0:
             self.replacements.settle()
@@ -194,10 +195,7 @@ class Engine:
 
     @exclusive
     def reopen(
-        self,
-        bucket: Bucket,
-        segment: Segment,
-        make_view: Callable[[torch.UntypedStorage], torch.Tensor],
+        self, bucket: Bucket, segment: Segment, make_view: Callable[[torch.UntypedStorage], torch.Tensor]
     ) -> torch.Tensor:
         """Bring a saved weight, part of ``segment``, in again and return its view."""
         task = self._note_task()
@@ -243,13 +241,14 @@ class Engine:
         return scopes
 
     def _task_scope(self) -> Scope | None:
-        task = self._note_task()
-        return None if task == NO_TASK else self._tasks[task]
+        return self._tasks.get(self._note_task())
 
     def _note_task(self) -> int:
         """Make sure that the end of the running backward, if one runs, will be noticed."""
         task = torch._C._current_graph_task_id()
         if task != NO_TASK and task not in self._tasks:
+            if not self._tasks and not self.holding.is_on:
+                self.updates.finish_all()
             Variable._execution_engine.queue_callback(TaskEnd(self, task))  # pyright: ignore
             self.timer.begin("backward")
             self._tasks[task] = Scope()
@@ -269,19 +268,20 @@ class Engine:
     @exclusive
     def _use_unit(self, unit: Unit, scope: Scope) -> None:
         for bucket in list(unit.buckets):
-            if not bucket.is_bound:
-                self.replacements.repair(bucket)
+            self._make_ready(bucket)
         for bucket in list(unit.buckets):
             self._use(bucket, scope)
 
     @exclusive
     def _use_entry(self, holder: ManagedDict, name: str, scope: Scope) -> None:
-        managed = holder.managed[name]
-        if id(managed.bucket) in scope.buckets:
-            return
-        if not managed.bucket.is_bound:
-            self.replacements.repair(managed.bucket)
-        self._use(holder.managed[name].bucket, scope)
+        if id(holder.managed[name].bucket) not in scope.buckets:
+            self._make_ready(holder.managed[name].bucket)
+            self._use(holder.managed[name].bucket, scope)
+
+    def _make_ready(self, bucket: Bucket) -> None:
+        self.updates.finish_for(bucket)
+        if not bucket.is_bound:
+            self.replacements.repair(bucket)
 
     def _use(self, bucket: Bucket, scope: Scope) -> None:
         if id(bucket) in scope.buckets:

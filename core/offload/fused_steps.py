@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,10 +41,17 @@ class FusedSteps:
 
     Args:
         find: Returns what manages a parameter whose home is the host, None for any other.
+        before_change: Called before any optimizer changes such a parameter.
     """
 
-    def __init__(self, find: Callable[[torch.Tensor], ManagedTensor | None]) -> None:
+    def __init__(
+        self,
+        find: Callable[[torch.Tensor], ManagedTensor | None],
+        *,
+        before_change: Callable[[], object] = lambda: None,
+    ) -> None:
         self._find = find
+        self._before_change = before_change
         self._switched: list[dict[str, Any]] = []
         # Weak: torch's list of hooks must not keep a forgotten manager alive.
         owner = weakref.ref(self)
@@ -70,13 +77,22 @@ class FusedSteps:
                 group["fused"] = True
                 self._switched.append(group)
 
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let what is under way end before the optimizer changes what it steps."""
+        if any(True for _ in self._stepped_by(optimizer)):
+            self._before_change()
+
     def note_change(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer changes what it steps."""
+        for managed in self._stepped_by(optimizer):
+            managed.generation += 1
+
+    def _stepped_by(self, optimizer: torch.optim.Optimizer) -> Iterator[ManagedTensor]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 managed = self._find(parameter)
                 if managed is not None and parameter.grad is not None:
-                    managed.generation += 1
+                    yield managed
 
     def switch_back(self) -> None:
         """Leave every group as it was; also after a step that raised."""
@@ -139,6 +155,7 @@ def _before_step(owner: _Owner, optimizer: torch.optim.Optimizer, args: Any, kwa
     steps = owner()
     if steps is None:
         return
+    steps.prepare(optimizer)
     steps.note_change(optimizer)  # also if the step raises half way
     # With a closure the gradients that count are not there yet.
     if len(args) <= 1 and kwargs.get("closure") is None:

@@ -41,6 +41,7 @@ class Arriving:
         total: The running sum on the host; the worker may be adding to it.
         arrival: When the last part that the worker gets is on the host.
         num_parts: How many gradients this backward has brought.
+        has_additions: Whether the worker adds to ``total`` in this backward.
         later: What only the end of the backward can add, in order (sparse, differentiable, huge).
     """
 
@@ -48,6 +49,7 @@ class Arriving:
     total: torch.Tensor | None = None
     arrival: Arrival | None = None
     num_parts: int = 0
+    has_additions: bool = False
     later: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -173,6 +175,7 @@ class HostGradients:
         assert ring is not None and total is not None
         part = ring.like(gradient)
         arrival = entry.arrival = self._transfer.send_gradient(gradient, part)
+        entry.has_additions = True
 
         def add() -> None:
             try:

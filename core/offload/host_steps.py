@@ -9,11 +9,28 @@ from collections.abc import Callable
 
 import torch
 
+from ..errors import RequestError
 from .fused_steps import FusedSteps
 from .gradients import HostGradients
-from .overlapped_steps import OverlappedSteps
+from .overlapped_steps import Finish, OverlappedSteps, check_overlap
 from .tensors import ManagedTensor
 from .transfer import Transfer
+from .update_queue import UpdateQueue
+
+
+def check_host_steps(steps: HostSteps | None) -> HostSteps:
+    """Return ``steps`` if parameters are stepped on the host.
+
+    Raises:
+        RequestError: If they are not.
+    """
+    if steps is None:
+        raise RequestError(
+            "overlap_optimizer() was asked for parameters that stay on the target",
+            limit="It steps parameters whose home is the host",
+            way_out="Attach with enable_optimizer_cpu_offload=True",
+        )
+    return steps
 
 
 class HostSteps:
@@ -22,6 +39,7 @@ class HostSteps:
     Args:
         gradients: The gradients of these parameters.
         transfer: Moves the parameters.
+        updates: Steps that are done after ``optimizer.step()``.
         find: Returns what manages a parameter whose home is the host, None for any other.
     """
 
@@ -29,20 +47,34 @@ class HostSteps:
         self,
         gradients: HostGradients,
         transfer: Transfer,
+        updates: UpdateQueue,
         *,
         find: Callable[[torch.Tensor], ManagedTensor | None],
     ) -> None:
         self._gradients = gradients
         self._transfer = transfer
-        self._fused = FusedSteps(find)
+        self._updates = updates
+        self._fused = FusedSteps(find, before_change=updates.finish_all)
         self._overlapped: OverlappedSteps | None = None
 
-    def overlap(self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int) -> OverlappedSteps:
-        """Step ``optimizer`` during backwards; an earlier overlap ends."""
+    def overlap(
+        self, optimizer: torch.optim.Optimizer, *, accumulation_steps: int, finish: Finish
+    ) -> OverlappedSteps:
+        """Step ``optimizer`` during backwards; an earlier overlap ends.
+
+        Raises:
+            RequestError: If it cannot be overlapped; the earlier overlap stays then.
+        """
+        check_overlap(optimizer, accumulation_steps=accumulation_steps, finish=finish)
         if self._overlapped is not None:
             self._overlapped.remove()
         self._overlapped = OverlappedSteps(
-            optimizer, self._gradients, transfer=self._transfer, accumulation_steps=accumulation_steps
+            optimizer,
+            self._gradients,
+            transfer=self._transfer,
+            updates=self._updates,
+            accumulation_steps=accumulation_steps,
+            finish=finish,
         )
         return self._overlapped
 

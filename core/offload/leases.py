@@ -23,9 +23,15 @@ class Lease:
         Raises:
             BaseException: What kept it from getting there.
         """
-        staged, self.staged = self.staged, None
-        if staged is not None:
+        staged = self.staged
+        if staged is None:
+            return
+        try:
             staged.wait()
+        finally:
+            # Only now: two threads may settle one lease, and neither may go on before the copy is there.
+            if self.staged is staged:
+                self.staged = None
 
 
 class Arrival:
@@ -33,6 +39,10 @@ class Arrival:
 
     def wait(self) -> None:
         """Return once they are there."""
+
+    def is_over(self) -> bool:
+        """Return whether they are there."""
+        return True
 
 
 class CudaArrival(Arrival):
@@ -46,6 +56,10 @@ class CudaArrival(Arrival):
     @override
     def wait(self) -> None:
         self._event.synchronize()
+
+    @override
+    def is_over(self) -> bool:
+        return self._event.query()
 
 
 class CudaLease(Lease):

@@ -14,19 +14,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import OffloadError, RequestError
+from ..errors import OffloadError
 from ..module_hooks import install_hook, remove_hook
 from .attach import check_request, collect, make_dicts, make_units, set_dict, set_limits, take_over
 from .checks import check_model
 from .config import OffloadConfig
 from .engine import Engine
 from .hooks import HOOK_NAME, UnitHook
+from .host_steps import check_host_steps
 from .modulation import ModulationCache, make_cache
 from .modulation_layers import ModulationPlan
 from .module_dicts import ManagedDict
-from .overlapped_steps import OverlappedSteps
+from .overlapped_steps import Finish, OverlappedSteps
 from .pinning import HostPinning
 from .planner import ResidencyPlan
+from .prefetch import start_next_forward
 from .saved_tensors import check_torch
 from .shared_masters import SharedMasters
 from .stats import OffloadStats, take_snapshot
@@ -42,9 +44,7 @@ class OffloadTrainingManager:
     gradient checkpointing or without, and gives the same numbers. Outside of forwards its tensors
     are on the host: optimizers, ``state_dict``, ``load_state_dict``, saving, initialising work as
     usual. A method other than ``forward``, called from outside any forward, may read weights directly
-    within ``forward_scope()``.
-
-    Attaching a second manager to the same model removes the first one.
+    within ``forward_scope()``. Attaching a second manager to the same model removes the first one.
 
     Limits:
         * A write through ``.data`` inside a forward leaves no trace and is not carried back.
@@ -74,6 +74,7 @@ class OffloadTrainingManager:
         plan: Keep what this says, from the start.
         pinning: What pins host memory, and how much; None: on CUDA, all that the limits allow.
         shared_masters: Host memory in which the frozen weights are common to several processes.
+        prefetch_next_forward: ``after_backward()`` starts copies for the next forward; see ``prefetch``.
 
     Attributes:
         modulation_cache: None unless ``modulation`` was given.
@@ -97,6 +98,7 @@ class OffloadTrainingManager:
         plan: ResidencyPlan | None = None,
         pinning: HostPinning | None = None,
         shared_masters: SharedMasters | None = None,
+        prefetch_next_forward: bool = False,
     ) -> None:
         self.modulation_cache: ModulationCache | None = None
         self._engine: Engine | None = None
@@ -107,6 +109,7 @@ class OffloadTrainingManager:
         self._num_units = 0
         self.tuner: ResidencyTuner | None = None
         self._plan = plan
+        self._prefetch_next_forward = prefetch_next_forward
         config = OffloadConfig.from_request(
             target_device,
             enable_optimizer_cpu_offload,
@@ -132,8 +135,7 @@ class OffloadTrainingManager:
     def after_backward(self) -> None:
         """Finish a backward: gradients are complete on their device, only the resident set is on the target.
 
-        Call it before the optimizer's step. After this manager was replaced by another one on the
-        same model, the call goes to that one.
+        Call it before the optimizer's step. It goes to the manager that replaced this one, if one did.
         """
         if self._successor is not None:
             self._successor.after_backward()
@@ -143,6 +145,8 @@ class OffloadTrainingManager:
             self._engine.transfer.clock.end(self._engine.transfer.moved_bytes)
             if self.tuner is not None:
                 self.tuner.after_step()
+            if self._prefetch_next_forward:
+                start_next_forward(self._engine)
 
     @property
     def residency_plan(self) -> ResidencyPlan | None:
@@ -157,29 +161,26 @@ class OffloadTrainingManager:
         """
         return lower_residency(self.running_engine(), nbytes)
 
-    def overlap_optimizer(self, optimizer: Optimizer, *, accumulation_steps: int = 1) -> OverlappedSteps:
+    def overlap_optimizer(
+        self, optimizer: Optimizer, *, accumulation_steps: int = 1, finish: Finish = "step"
+    ) -> OverlappedSteps:
         """Step the optimizer's parameters on the host while the backward goes on.
 
-        The loop stays as it is, ``optimizer.step()`` included, but must not touch gradients or
-        hyperparameters between the backward and the step; ``overlapped_steps`` says why. The optimizer
-        and its state remain the caller's; ``remove()`` of the result, or of the manager, ends it.
+        The loop stays as it is, ``step()`` included, but must not touch gradients or hyperparameters
+        between backward and step; ``overlapped_steps`` says why. ``remove()`` of the result ends it.
 
         Args:
             optimizer: One of ``torch.optim`` that treats every parameter by itself.
             accumulation_steps: How many backwards there are before each step.
+            finish: "next use" lets the work go on beside the next forward, after ``step()``;
+                ``overlapped_steps`` says when to call ``settle()`` of the result.
 
         Raises:
             RequestError: If the optimizer is of another kind, or parameters are not offloaded.
             OffloadError: If the manager was removed.
         """
-        steps = self.running_engine().host_steps
-        if steps is None:
-            raise RequestError(
-                "overlap_optimizer() was asked for parameters that stay on the target",
-                limit="It steps parameters whose home is the host",
-                way_out="Attach with enable_optimizer_cpu_offload=True",
-            )
-        return steps.overlap(optimizer, accumulation_steps=accumulation_steps)
+        steps = check_host_steps(self.running_engine().host_steps)
+        return steps.overlap(optimizer, accumulation_steps=accumulation_steps, finish=finish)
 
     def forward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which reading a weight brings it to the target, as inside a forward.
@@ -199,10 +200,9 @@ class OffloadTrainingManager:
         if engine is None:
             return
         if engine.num_open_scopes:
-            raise OffloadError(
-                f"remove() was called while {engine.num_open_scopes} forward(s) of the model run. "
-                "Call it after they have ended."
-            )
+            running = f"{engine.num_open_scopes} forward(s) of the model run"
+            raise OffloadError(f"remove() was called while {running}. Call it after they have ended.")
+        engine.updates.finish_all()
         self._engine = None
         if self.modulation_cache is not None:
             self.modulation_cache.remove()

@@ -2,7 +2,8 @@
 
 Reading one entry during a forward brings that tensor in, whoever reads it: ``nn.MultiheadAttention``
 reads ``out_proj.weight``, a ``ParameterList`` has no forward at all. Iterating does not, so
-``state_dict``, optimizers and ``named_parameters`` see the masters. Assigning an entry is reported,
+``state_dict``, optimizers and ``named_parameters`` see the masters, once steps of them that an optimizer
+does in the background are over. Assigning an entry is reported,
 so that a new tensor is managed too. Copies and pickles are plain dicts.
 
 Idea: DeepSpeed ``runtime/zero/parameter_offload.py`` (``ZeROOrderedDict``), written anew.
@@ -44,6 +45,10 @@ class ManagedDict(dict):
     def full_name(self, name: str) -> str:
         """Return the dotted path of an entry."""
         return f"{self.path}.{name}" if self.path else name
+
+    def finish_updates(self) -> None:
+        """Let the optimizer's steps of these entries end that go on after ``optimizer.step()``."""
+        self.engine.updates.finish_entries(self.managed.values())
 
     def hand_back(self) -> Tensors:
         """Return the original dict with the present entries."""
@@ -103,7 +108,23 @@ class ManagedDict(dict):
         return self
 
     @override
+    def get(self, name: str, default: Any = None) -> Any:
+        self.finish_updates()
+        return dict.get(self, name, default)
+
+    @override
+    def items(self) -> Any:
+        self.finish_updates()
+        return dict.items(self)
+
+    @override
+    def values(self) -> Any:
+        self.finish_updates()
+        return dict.values(self)
+
+    @override
     def copy(self) -> Tensors:
+        self.finish_updates()
         return dict(dict.items(self))
 
     def __copy__(self) -> Tensors:

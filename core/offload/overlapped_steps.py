@@ -15,57 +15,48 @@ The first step after attaching is an ordinary one in which these are checked, so
 keep them is refused before anything was stepped early; later ones are checked as well. A change made
 through ``gradient.data`` leaves no trace and is not found.
 
+With ``finish="next use"`` the worker need not be done when ``step()`` returns: it goes on beside the next
+forward, in which each bucket waits for its own step only. The numbers are the same. What reads or writes
+parameters, gradients or the optimizer's state meanwhile waits too, where it can be seen:
+
+* forwards, and the next backward;
+* the model's entries, read or assigned: ``module.weight``, ``parameters()``, ``state_dict``,
+  ``load_state_dict``, ``zero_grad``, copying and pickling the model;
+* the optimizer's ``state_dict``, ``load_state_dict`` and ``zero_grad(set_to_none=False)``, and the
+  ``step()`` of any other optimizer of ``torch.optim`` over these parameters;
+* removing the overlap or the manager.
+
+Learning rates may be changed as soon as ``step()`` has returned, and gradients set to None. What cannot be
+seen is a tensor that the caller kept (a list of parameters, ``optimizer.param_groups``, a ``grad``) and
+``optimizer.state``: call ``settle()`` before reading such parameters and states, or writing any of them. A
+write in place without it is found and refused, unless it goes through ``.data``. What the worker meets is
+raised by the next of these waits.
+
 What this module does not do: it computes no update; the optimizer's own ``step`` does.
 Idea: PyTorch ``torch/distributed/optim/apply_optimizer_in_backward.py``, with one optimizer kept whole.
 """
 
 from __future__ import annotations
 
-import types
-import weakref
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import nn, optim
+from torch import optim
 
 from ..errors import OffloadError, RequestError
 from .buckets import Bucket
-from .fused_steps import FUSED_OPTIMIZERS, suits_fused_kernel
 from .gradients import Arriving, HostGradients
-from .tensors import PlainTensor
+from .master_steps import MasterStep, Progress, groups_of, hyperparameters_of
+from .optimizer_calls import OptimizerCalls
 from .transfer import Transfer
+from .update_queue import UpdateQueue
+
+Finish = Literal["step", "next use"]
 
 # Each parameter's update needs its own gradient and state only; no value of the group is changed.
 _SEPARABLE = tuple(
     getattr(optim, name)
     for name in "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
-
-
-@dataclass(eq=False)
-class _Progress:
-    """One parameter in the present round, which ends with ``step()``."""
-
-    tensor: PlainTensor
-    arriving: Arriving
-    num_gradients: int = 0
-    gradient: torch.Tensor | None = None
-    gradient_version: int = 0
-    hyperparameters: dict[str, Any] | None = None
-    is_stepped: bool = False
-
-    def note_gradient(self) -> None:
-        """Record the sum as it is now, complete."""
-        self.gradient = self.arriving.total
-        self.gradient_version = 0 if self.gradient is None else self.gradient._version
-
-    def is_changed(self) -> bool:
-        gradient = self.tensor.tensor.grad
-        version = 0 if gradient is None else gradient._version
-        return gradient is not self.gradient or version != self.gradient_version
 
 
 class OverlappedSteps:
@@ -75,10 +66,9 @@ class OverlappedSteps:
         optimizer: One of torch's own, of a kind that treats every parameter by itself.
         gradients: Tells of gradients that go home, and has the worker.
         transfer: Makes sure that no copy still reads what is about to change.
+        updates: Does what may be done after ``step()``.
         accumulation_steps: How many backwards there are before each ``step()``.
-
-    Raises:
-        RequestError: If the optimizer or the number is not one that this works with.
+        finish: When the worker is done: at the end of the backward, or when a part is used next.
     """
 
     def __init__(
@@ -87,20 +77,20 @@ class OverlappedSteps:
         gradients: HostGradients,
         *,
         transfer: Transfer,
+        updates: UpdateQueue,
         accumulation_steps: int,
+        finish: Finish,
     ) -> None:
-        _check(optimizer, accumulation_steps)
         self._optimizer = optimizer
         self._gradients = gradients
         self._transfer = transfer
+        self._updates = updates
         self._accumulation_steps = accumulation_steps
-        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self._progress: dict[int, _Progress] = {}
+        self._finish: Finish = finish
+        self._group_of = groups_of(optimizer)
+        self._progress: dict[int, Progress] = {}
         self._is_first_round = True
-        self._has_instance_step = "step" in optimizer.__dict__
-        self._inner_step: Callable[..., Any] = optimizer.step
-        self._own_step = _make_step(self)
-        optimizer.__dict__["step"] = types.MethodType(self._own_step, optimizer)
+        self._calls = OptimizerCalls(optimizer, self)
         gradients.observer = self.gradient_sent
 
     @property
@@ -110,8 +100,17 @@ class OverlappedSteps:
 
     @property
     def num_stepped(self) -> int:
-        """Parameters that were stepped so far in the present round."""
+        """Parameters whose step was done, or is certain, so far in the present round."""
         return sum(progress.is_stepped for progress in self._progress.values())
+
+    def settle(self) -> None:
+        """Wait until every parameter and state is what ``optimizer.step()`` makes of it.
+
+        Raises:
+            BaseException: What a step in the background raised.
+            OffloadError: If something was written that it reads or writes.
+        """
+        self._updates.finish_all()
 
     def gradient_sent(self, arriving: Arriving) -> None:
         """Note a gradient on its way; step its bucket after the last one of it.
@@ -119,10 +118,12 @@ class OverlappedSteps:
         Raises:
             OffloadError: If the parameter was already stepped.
         """
+        if not self._progress:
+            self._group_of = groups_of(self._optimizer)  # load_state_dict makes them anew
         parameter = arriving.tensor.tensor
         if id(parameter) not in self._group_of:
             return
-        progress = self._progress.setdefault(id(parameter), _Progress(arriving.tensor, arriving))
+        progress = self._progress.setdefault(id(parameter), Progress(arriving.tensor, arriving))
         progress.arriving = arriving
         progress.num_gradients += 1
         if progress.is_stepped:
@@ -131,12 +132,16 @@ class OverlappedSteps:
                 "optimizer.step(). Call step() after every "
                 f"{self._accumulation_steps} backward(s), as accumulation_steps says, or remove the overlap."
             )
-        progress.hyperparameters = progress.hyperparameters or _hyperparameters(self._group_of[id(parameter)])
-        self._gradients.worker.submit(progress.note_gradient)
+        if progress.hyperparameters is None:
+            progress.hyperparameters = hyperparameters_of(self._group_of[id(parameter)])
+        if arriving.has_additions:
+            self._gradients.worker.submit(progress.note_gradient)
+        else:
+            progress.note_gradient()
         if not self._is_first_round:
             self._step_if_complete(arriving.tensor.bucket)
 
-    def finish(self) -> Any:
+    def end_round(self) -> Any:
         """Do what ``optimizer.step()`` still has to do.
 
         Raises:
@@ -146,10 +151,12 @@ class OverlappedSteps:
         self._check_round()
         stepped = {key for key, progress in self._progress.items() if progress.is_stepped}
         groups = [(group, group["params"]) for group in self._optimizer.param_groups]
+        if any(p.grad is not None and id(p) not in stepped for _, own in groups for p in own):
+            self.settle()  # the state would be written by two threads
         try:
             for group, parameters in groups:
                 group["params"] = [p for p in parameters if id(p) not in stepped]
-            return self._inner_step()
+            return self._calls.inner_step()
         finally:
             for group, parameters in groups:
                 group["params"] = parameters
@@ -157,16 +164,15 @@ class OverlappedSteps:
             self._is_first_round = False
 
     def remove(self) -> None:
-        """Let the optimizer step by itself again."""
+        """Let the optimizer step by itself again.
+
+        Raises:
+            BaseException: What a step in the background raised; the overlap is removed all the same.
+        """
         if self.is_on:
             self._gradients.observer = None
-        step = self._optimizer.__dict__.get("step")
-        if getattr(step, "__func__", None) is not self._own_step:
-            return  # wrapped by other code since, which our step lets through
-        if self._has_instance_step:
-            self._optimizer.__dict__["step"] = self._inner_step
-        else:
-            del self._optimizer.__dict__["step"]
+        self._calls.remove()
+        self.settle()
 
     def _step_if_complete(self, bucket: Bucket) -> None:
         trainable = [id(tensor.tensor) for tensor in bucket.tensors if tensor.is_trainable]
@@ -175,51 +181,18 @@ class OverlappedSteps:
         if len(ready) < len(members) or any(m.arriving.later or m.is_stepped for m in ready):
             return
         for progress in ready:
-            progress.is_stepped = True
-        self._gradients.worker.submit(lambda: self._step_bucket(bucket, ready))
-
-    def _step_bucket(self, bucket: Bucket, members: list[_Progress]) -> None:
-        for progress in members:
-            if progress.arriving.arrival is not None:
-                progress.arriving.arrival.wait()
-            progress.note_gradient()
-        with bucket.host_lock:
-            if bucket.slot is not None:
-                self._transfer.finish(bucket.slot.lease)
-            try:
-                self._step_masters(members)
-            finally:
-                for progress in members:
-                    progress.tensor.generation += 1
-
-    def _step_masters(self, members: list[_Progress]) -> None:
-        """Run the optimizer's own step on parameters that stand for the masters."""
-        optimizer = self._optimizer
-        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        parameter_of: dict[torch.Tensor, torch.Tensor] = {}
-        groups: dict[int, dict[str, Any]] = {}
-        for progress in members:
-            stand_in = nn.Parameter(progress.tensor.host_views[0].detach())
-            stand_in.grad = progress.gradient
-            state[stand_in] = optimizer.state.get(progress.tensor.tensor, {})
-            parameter_of[stand_in] = progress.tensor.tensor
-            group = self._group_of[id(progress.tensor.tensor)]
-            groups.setdefault(id(group), {**group, "params": []})["params"].append(stand_in)
-        for group in groups.values():
-            if type(optimizer) in FUSED_OPTIMIZERS and suits_fused_kernel(group, group["params"], state):
-                group["fused"] = True
-        double = object.__new__(type(optimizer))
-        double.__dict__.update(optimizer.__dict__)
-        double.param_groups = list(groups.values())
-        double.state = state
-        # Without the class's wrapper, which would call everybody's step hooks for every bucket.
-        type(optimizer).step.__wrapped__(double)  # pyright: ignore[reportFunctionMemberAccess]
-        optimizer.state.update({parameter_of[stand_in]: own for stand_in, own in state.items() if own})
+            progress.decide()
+        step = MasterStep(self._optimizer, bucket, ready, self._group_of)
+        if self._finish == "next use":
+            self._updates.add(step)
+        else:
+            self._gradients.worker.submit(lambda: step.run(self._transfer))
 
     def _check_round(self) -> None:
         if getattr(self._optimizer, "grad_scale", None) is not None:
             self._refuse("the optimizer was given a grad_scale", "Gradients are stepped before it is known")
-        for progress in self._progress.values():
+        group_of = groups_of(self._optimizer)
+        for key, progress in self._progress.items():
             path = progress.tensor.path
             if progress.num_gradients > self._accumulation_steps:
                 self._refuse(
@@ -231,7 +204,7 @@ class OverlappedSteps:
                     f"the gradient of {path} was changed between backward() and step()",
                     "Its parameter is stepped as soon as the gradient arrives, before clipping or unscaling",
                 )
-            if progress.hyperparameters != _hyperparameters(self._group_of[id(progress.tensor.tensor)]):
+            if key not in group_of or progress.hyperparameters != hyperparameters_of(group_of[key]):
                 self._refuse(
                     "hyperparameters were changed between backward() and step()",
                     "Parameters are stepped with those that hold during the backward",
@@ -248,32 +221,12 @@ class OverlappedSteps:
         )
 
 
-def _make_step(owner: OverlappedSteps) -> Callable[..., Any]:
-    # Weak: the optimizer must not keep the manager's memory alive.
-    reference = weakref.ref(owner)
-    inner = owner._inner_step
+def check_overlap(optimizer: optim.Optimizer, *, accumulation_steps: int, finish: str) -> None:
+    """Check what is asked for.
 
-    def step(optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        steps = reference()
-        if steps is None or not steps.is_on:
-            return inner(closure)
-        if closure is not None:
-            raise RequestError(
-                "step() was called with a closure on an overlapped optimizer",
-                limit="Parameters are stepped during the backward, which the closure would run again",
-                way_out="Call the backward yourself, then step()",
-            )
-        return steps.finish()
-
-    return step
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    own = {name: value for name, value in group.items() if name != "params"}
-    return {name: id(value) if isinstance(value, torch.Tensor) else value for name, value in own.items()}
-
-
-def _check(optimizer: optim.Optimizer, accumulation_steps: int) -> None:
+    Raises:
+        RequestError: If the optimizer, the number or the moment is not one that this works with.
+    """
     if type(optimizer) not in _SEPARABLE:
         raise RequestError(
             f"overlap_optimizer() was asked for a {type(optimizer).__name__}",
@@ -296,4 +249,10 @@ def _check(optimizer: optim.Optimizer, accumulation_steps: int) -> None:
             f"accumulation_steps={accumulation_steps!r}",
             limit="It is the number of backwards before each step, 1 or more",
             way_out="Pass 1 if step() follows every backward",
+        )
+    if finish not in ("step", "next use"):
+        raise RequestError(
+            f"finish={finish!r}",
+            limit='Steps are done by "step", or by the "next use" of what they change',
+            way_out="Pass one of the two",
         )

@@ -86,9 +86,9 @@ class Residency:
         """Start a bucket's copy ahead of its use, if it fits the limit beside all that is still needed.
 
         Returns:
-            Whether it is in or on its way.
+            Whether it is in or on its way, or will be changed before it can be.
         """
-        if bucket.slot is not None:
+        if bucket.slot is not None or (bucket.update is not None and not bucket.update.is_over):
             return True
         if bucket.is_kept:
             bucket.slot = self._load(bucket)
@@ -204,6 +204,7 @@ class Residency:
             # What an optimizer may change meanwhile is copied while the lock is held.
             is_staged = bucket.is_staged and bucket.is_constant()
             self.transfer.start(bucket.host, slot.flat[: bucket.nbytes], slot.lease, is_staged=is_staged)
+            bucket.slot = slot  # before the lock is free: who changes masters waits for this copy
 
     def _acquire(self, nbytes: int, *, is_kept: bool) -> Slot:
         try:

@@ -298,7 +298,8 @@ def test_out_of_memory_while_fetching_frees_the_cache_and_goes_on(monkeypatch, o
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("delays", [False, True], ids=["prompt", "late"])
-def test_overlapped_steps_and_staged_gradients(monkeypatch, delays, micro_batches):
+@pytest.mark.parametrize("finish", ["step", "next use"])
+def test_overlapped_steps_and_staged_gradients(monkeypatch, delays, micro_batches, finish):
     """Late gradients: every sum and every step on the host must wait for its own arrival."""
     from comfyui_ferry.core.offload.transfer import CudaTransfer
 
@@ -316,7 +317,7 @@ def test_overlapped_steps_and_staged_gradients(monkeypatch, delays, micro_batche
     for m in (plain, model):
         optimizer = torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9)
         if m is model:
-            manager.overlap_optimizer(optimizer, accumulation_steps=micro_batches)
+            manager.overlap_optimizer(optimizer, accumulation_steps=micro_batches, finish=finish)
         for step in range(4):
             for micro in range(micro_batches):
                 m(inputs(step * micro_batches + micro, "cuda")).square().mean().backward()

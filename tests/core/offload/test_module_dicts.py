@@ -12,6 +12,11 @@ class Recorder:
     def __init__(self) -> None:
         self.read_names: list[str] = []
         self.changes: list[tuple] = []
+        self.num_waits = 0
+        self.updates = self
+
+    def finish_entries(self, entries):
+        self.num_waits += 1
 
     def read(self, holder, name):
         self.read_names.append(name)
@@ -37,7 +42,7 @@ def test_only_a_subscript_of_a_managed_name_counts_as_reading(managed):
         "a" in managed,
         dict(managed),
     )
-    assert managed.engine.read_names == []
+    assert managed.engine.read_names == [] and managed.engine.num_waits == 3
     managed["a"], managed["c"]
     assert managed.engine.read_names == ["a"]
 

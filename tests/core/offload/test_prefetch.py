@@ -113,3 +113,46 @@ def test_another_order_is_only_a_wrong_guess():
                 y = model.blocks[index](y)
         assert torch.allclose(y, result, rtol=1e-5, atol=1e-6)
         assert manager.resident_bytes == 0
+
+
+def test_copies_for_the_next_forward_start_at_the_end_of_a_step_and_no_write_is_missed():
+    """As many as fit the limit, frozen ones only; what is written between steps is fetched again."""
+    torch.manual_seed(0)
+    model = Blocks("non_reentrant")
+    model.blocks[1].requires_grad_(True)
+    manager = OffloadTrainingManager(model, "cpu", True, prefetch_next_forward=True)
+    x = torch.randn(2, WIDTH)
+
+    def assign(block):
+        block.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+    def load(block):
+        block.load_state_dict({"weight": torch.randn(WIDTH, WIDTH)})
+
+    def rebind(block):
+        block.weight.data = torch.randn(WIDTH, WIDTH)
+
+    def write(block):
+        block.weight.mul_(2)
+
+    def leave(block):
+        pass
+
+    moved = []
+    for change in (leave, leave, write, load, rebind, assign, leave):
+        before = manager.stats().moved_to_target_bytes
+        step(model)
+        manager.after_backward()
+        moved.append(manager.stats().moved_to_target_bytes - before)
+        assert manager.resident_bytes == 2 * ONE
+        assert [bucket_of(manager, block).slot is not None for block in model.blocks[:4]] == [1, 0, 1, 0]
+        change(model.blocks[0])
+        expected = x
+        for weight in model.parameters():
+            expected = nn.functional.linear(expected, weight.detach().clone())
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+    # The first step does not know what comes next.
+    assert max(moved[1:]) <= 2 * COUNT * ONE and manager.stats().peak_resident_bytes <= 2 * ONE
+    manager.remove()
+    assert manager.resident_bytes == 0

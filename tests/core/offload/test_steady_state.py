@@ -36,7 +36,7 @@ def test_host_memory_is_steady_over_200_steps():
         if step == 12:
             before, host_bytes = resident_host_bytes(), manager.stats().host_bytes
         if step == 110:
-            manager.overlap_optimizer(optimizer, accumulation_steps=2)
+            manager.overlap_optimizer(optimizer, accumulation_steps=2, finish="next use")
     assert manager.stats().host_bytes == host_bytes
     assert resident_host_bytes() - before < 4 * 2**20
 
