@@ -142,7 +142,7 @@ class RecordedBlocks:
         if wanted is None:
             return call.run()  # the backward of this call is not the next thing to come
         seen = hook.seen.get((call.key, call.needs_gradient, wanted))
-        if seen is None:
+        if seen is None or not seen.is_current():
             return self._watch(hook, call, wanted)
         if seen.reads.obstacle or not self.may_record:
             return call.run()
@@ -160,7 +160,7 @@ class RecordedBlocks:
 
     def _call_without_gradients(self, hook: _RecordHook, call: BlockCall) -> Any:
         seen = hook.by_forward.get(call.key)
-        if seen is None or seen.reads.obstacle:
+        if seen is None or seen.reads.obstacle or not seen.is_current():
             return call.run()
         recording = self._recordings.get((seen.signature, seen.reads.addresses()))
         provided = seen.provided_for(call)

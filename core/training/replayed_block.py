@@ -39,10 +39,12 @@ class SeenCall:
             provided=tuple((read.index, Meta.of(read.example)) for read in reads.provided),
         )
 
+    def is_current(self) -> bool:
+        """Return whether everything that trained then trains still; adapters may be left out later."""
+        return all(tensor.requires_grad for tensor in self.reads.trained)
+
     def provided_for(self, call: BlockCall) -> list[Tensor] | None:
         """Return what other code provides for this call, or None if something is not there."""
-        if not all(tensor.requires_grad for tensor in self.reads.trained):
-            return None
         found = []
         for read in self.reads.provided:
             value = read.fetch(call.tensors[read.index])

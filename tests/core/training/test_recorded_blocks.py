@@ -285,3 +285,15 @@ def test_watching_alone_records_nothing_and_says_what_it_would_take():
     fast.recorded.may_record = True
     assert_equal(fast.step(3), plain.step(3))
     assert fast.recorded.num_recordings > 0
+
+
+def test_an_adapter_that_is_left_out_later():
+    plain, fast = Setting(recorded=False), Setting(recorded=True)
+    for seed in range(6):
+        if seed == 3:
+            for setting in (plain, fast):
+                setting.adapters[5].requires_grad_(False)
+                setting.adapters[5].zero_grad()
+        before = fast.recorded.num_replays
+        assert_equal(fast.step(seed), plain.step(seed))
+    assert fast.recorded.num_replays == before + 8
