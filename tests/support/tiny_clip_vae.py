@@ -39,7 +39,7 @@ class _TextEncoder(nn.Module):
         self.embedding = nn.Embedding(997, width, device=device, dtype=torch.float32)
         self.projection = nn.Linear(width, pooled, bias=False, device=device) if pooled else None
         # Real text encoders with other options are of other classes; a cache tells these by their weights.
-        told = hashlib.sha256(repr(sorted(more)).encode()).digest()[:8]
+        told = hashlib.sha256(repr(sorted(more.items())).encode()).digest()[:8]
         self.register_buffer("told_options", torch.tensor(list(told), dtype=torch.uint8, device=device))
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
