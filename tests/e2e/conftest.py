@@ -38,16 +38,22 @@ NODE_CLASS_MAPPINGS = {{"FerryTestTinyClip": TinyClip}}
 
 
 @pytest.fixture(scope="module")  # not longer: its workers are processes that other tests would count
-def server(tmp_path_factory: pytest.TempPathFactory, comfyui_path: Path) -> Iterator[ComfyServer]:
-    """A started server with the tiny checkpoint, the LoRA's pictures, and tiny files for every workflow."""
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, comfyui_path: Path
+) -> Iterator[ComfyServer]:
+    """A started server with the tiny checkpoint and the LoRA's pictures.
+
+    In a file that sets `EVERY_WORKFLOW`, also with tiny files for every workflow, which take seconds to make.
+    """
     base = tmp_path_factory.mktemp("comfyui")
     link_checkpoint(ensure_checkpoint(PACK / ".demo" / "checkpoints", comfyui_path), base)
     (base / "custom_nodes").mkdir(exist_ok=True)
     (base / "custom_nodes" / "tiny_clip_node.py").write_text(_TINY_CLIP_NODE)
     loader = PACK / "tests" / "support" / "tiny_loader_node.py"
     (base / "custom_nodes" / loader.name).symlink_to(loader)
-    write_files(base / "models")
-    write_pictures(base, comfyui_path)
+    if getattr(request.module, "EVERY_WORKFLOW", False):
+        write_files(base / "models")
+        write_pictures(base, comfyui_path)
     with ComfyServer(base, comfyui_path) as started:
         yield started
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ferry_support.browser import FIT_VIEW, open_page, wait_until_ready
+from ferry_support.browser import FIT_VIEW, load, open_page, page_beside
 from ferry_support.comfy_server import PACK, ComfyServer, comfyui_version
 from ferry_support.opened_workflows import NAMES, Canvas, runs_here
 from ferry_support.workflow_models import MODELS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.e2e, pytest.mark.timeout(500)]
+
+EVERY_WORKFLOW = True
 
 _DROP = """([name, text]) => {
     const data = new DataTransfer();
@@ -37,11 +39,18 @@ _MAP_TEXT = """() => app.graph._nodes.find(node => node.type === 'FerryParallelS
     .widgets.find(widget => widget.name === 'ferry_gpu_map').element.textContent"""
 
 
+@pytest.fixture(scope="module")
+def opened(server: ComfyServer, chromium: None) -> Iterator[Any]:
+    """ComfyUI's page in headless Chromium, for all tests: it takes long to load."""
+    with open_page(server.url) as loaded:
+        yield loaded
+
+
 @pytest.fixture
-def page(server: ComfyServer, chromium: None) -> Iterator[Any]:
-    """ComfyUI's page in headless Chromium, ready for input."""
-    with open_page(server.url) as opened:
-        yield opened
+def page(opened: Any) -> Any:
+    """ComfyUI's page with an empty graph, ready for input."""
+    opened.evaluate("() => app.graph.clear()")
+    return opened
 
 
 @pytest.fixture
@@ -59,6 +68,9 @@ def test_drop_the_workflow_press_run_see_the_picture(
     page.wait_for_function(f"() => app.graph._nodes.length === {len(workflow['nodes'])}", timeout=20_000)
     unknown = page.evaluate("() => app.graph._nodes.filter(n => n.has_errors).map(n => n.type)")
     assert unknown == []
+    # What all of its steps learn is for the test over HTTP.
+    training = page.evaluate("() => app.graph._nodes.find(n => n.type === 'FerryTrainLoraOffload').id")
+    page.evaluate(_SET, [training, "steps", 12])
     page.evaluate(FIT_VIEW)
     page.wait_for_timeout(1000)
     page.screenshot(path=screenshots / "1_dropped.png")
@@ -138,7 +150,6 @@ _MEASURED = {
 
 
 def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, screenshots: Path) -> None:
-    page.evaluate("() => app.graph.clear()")
     node = page.evaluate(_ADD_NODE, "FerryParallelModel")
     shown = page.locator(".ferry-gpu-map")
     page.wait_for_function("() => document.querySelectorAll('.ferry-gpu').length === 2", timeout=10_000)
@@ -191,15 +202,15 @@ def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, scr
 
 
 def test_settings_decide_what_auto_means_and_the_words_are_chinese(
-    page: Any, server: ComfyServer, screenshots: Path
+    opened: Any, server: ComfyServer, screenshots: Path
 ) -> None:
     """On a machine that seems to have four GPUs; the server itself computes on the CPU."""
     words = json.loads((PACK / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["ferry"]
+    page = page_beside(opened)
     page.route("**/ferry/machine", lambda route: route.fulfill(json=_FOUR_GPUS))
     server.post("/settings", {"Comfy.Locale": "zh", "Comfy.ColorPalette": "light"})
     try:
-        page.reload(wait_until="domcontentloaded")
-        wait_until_ready(page)
+        load(page, server.url)
         page.evaluate("() => app.graph.clear()")
         node = page.evaluate(_ADD_NODE, "FerryParallelModel")
         budgets = page.evaluate(_ADD_NODE, "FerryOffloadModel")
@@ -238,6 +249,7 @@ def test_settings_decide_what_auto_means_and_the_words_are_chinese(
             time.sleep(0.1)
         assert chosen == [1]
     finally:
+        page.context.close()
         server.post("/settings", {"Comfy.Locale": "en", "Comfy.ColorPalette": "dark"} | _NO_SETTINGS)
 
 
@@ -246,7 +258,6 @@ _HEIGHT = "() => app.graph._nodes[0].size[1]"
 
 
 def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: Path) -> None:
-    page.evaluate("() => app.graph.clear()")
     node = page.evaluate(_ADD_NODE, "FerryTrainLoraOffload")
     page.evaluate("""() => { app.canvas.ds.scale = 1; app.graph._nodes[0].pos = [300, 50]; }""")
     # What has a good default is folded away, but nothing that somebody chose.

@@ -49,10 +49,28 @@ def open_page(url: str, *, size_px: tuple[int, int] = (1920, 1080)) -> Iterator[
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), headless=True, args=_FLAGS)
         try:
-            viewport = {"width": size_px[0], "height": size_px[1]}
-            page = browser.new_context(viewport=viewport, locale="en-US").new_page()  # type: ignore[arg-type]
-            page.goto(f"{url}/", wait_until="domcontentloaded")
-            wait_until_ready(page)
+            page = _new_page(browser, {"width": size_px[0], "height": size_px[1]})
+            load(page, url)
             yield page
         finally:
             browser.close()
+
+
+def page_beside(page: Any) -> Any:
+    """Return another page of the same browser that shares nothing with `page`; it shows nothing yet."""
+    return _new_page(page.context.browser, page.viewport_size)
+
+
+def load(page: Any, url: str) -> None:
+    """Show ComfyUI in the page and return when it takes input.
+
+    Args:
+        page: A page of any content.
+        url: The server's address.
+    """
+    page.goto(f"{url}/", wait_until="domcontentloaded")
+    wait_until_ready(page)
+
+
+def _new_page(browser: Any, viewport: dict[str, int]) -> Any:
+    return browser.new_context(viewport=viewport, locale="en-US").new_page()
