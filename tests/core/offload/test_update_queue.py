@@ -239,6 +239,7 @@ def test_what_the_worker_meets_is_raised_once_and_nothing_hangs(worker, monkeypa
     train(model, optimizer, manager)
     steps = manager.overlap_optimizer(optimizer, finish="next use")
     train(model, optimizer, manager, steps=2)
+    steps.settle()  # what is planted is for the steps that come
     with monkeypatch.context() as patch:
         patch.setattr(MasterStep, "run", fail)
         train(model, optimizer, manager)
