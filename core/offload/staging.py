@@ -46,7 +46,7 @@ class StagedCopy:
             raise self._error
 
 
-class _Buffer:
+class PinnedBuffer:
     """One pinned buffer; ``sent`` is recorded behind the last copy from it."""
 
     def __init__(self, memory: torch.Tensor, is_cuda: bool) -> None:
@@ -54,10 +54,12 @@ class _Buffer:
         self.sent = torch.cuda.Event() if is_cuda else None
 
     def wait(self) -> None:
+        """Wait until that copy is over."""
         if self.sent is not None:
             self.sent.synchronize()
 
     def note_sent(self, stream: torch.cuda.Stream | None) -> None:
+        """Record that a copy from here was just started."""
         if self.sent is not None and stream is not None:
             self.sent.record(stream)
 
@@ -78,7 +80,7 @@ class Stager:
         for each in memory:
             each.zero_()  # commits the pages
         self._arena.seal()
-        self._buffers = itertools.cycle([_Buffer(each, stream is not None) for each in memory])
+        self._buffers = itertools.cycle([PinnedBuffer(each, stream is not None) for each in memory])
         self._buffer_bytes = buffer_bytes
         self._worker = HostWorker()
 

@@ -250,9 +250,9 @@ class StreamPool:
                 self.transfer.start(source, destination[place : place + source.numel()], buffer.lease)
         else:
             staging = self._take_staging(stop - first)
-            master.read_into(staging.host, first, stop)
-            self.transfer.start(staging.host[: stop - first], destination, buffer.lease)
-            staging.note_copy(getattr(self.transfer, "copy_stream", None))
+            master.read_into(staging.memory, first, stop)
+            self.transfer.start(staging.memory[: stop - first], destination, buffer.lease)
+            staging.note_sent(getattr(self.transfer, "copy_stream", None))
         buffer.forget_content()
         buffer.master = master
 
@@ -269,7 +269,7 @@ class StreamPool:
         buffer.replaced.pop(entry.path, None)
 
     def _take_staging(self, nbytes: int) -> Staging:
-        if self._staging and self._staging[0].host.numel() < nbytes:
+        if self._staging and self._staging[0].memory.numel() < nbytes:
             for staging in self._staging:
                 staging.wait()
             self._staging = []
