@@ -12,6 +12,11 @@ from .tiny_models import Inputs, finish, noise, randomize
 WORDS = torch.arange(14).view(2, 7) * 3 % 32
 # The second prompt is padded.
 WORDS_MASK = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+# Six query heads, two for each key head.
+_LLAMA: Inputs = {
+    "vocab_size": 32, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 3,
+}  # fmt: skip
 
 
 def build_t5(**changes: Any) -> nn.Module:
@@ -29,11 +34,7 @@ def build_language_model(class_name: str, **changes: Any) -> nn.Module:
     """Return a Llama-like model with six query heads, two for each key head."""
     import comfy.text_encoders.llama
 
-    config: Inputs = {
-        "vocab_size": 32, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 3,
-    }  # fmt: skip
-    return finish(getattr(comfy.text_encoders.llama, class_name), {"config_dict": config | changes})
+    return finish(getattr(comfy.text_encoders.llama, class_name), {"config_dict": _LLAMA | changes})
 
 
 def build_qwen_vl() -> nn.Module:
@@ -46,12 +47,8 @@ def build_qwen_vl() -> nn.Module:
         hidden_size=32, output_hidden_size=48, intermediate_size=40, num_heads=4, num_layers=2,
         device="cpu", dtype=torch.float32, ops=comfy.ops.disable_weight_init,
     )  # fmt: skip
-    config = {
-        "vocab_size": 32, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 3,
-    }  # fmt: skip
     operations = comfy.ops.disable_weight_init
-    model = Qwen25_7BVLI(config, dtype=torch.float32, device="meta", operations=operations)
+    model = Qwen25_7BVLI(_LLAMA, dtype=torch.float32, device="meta", operations=operations)
     model.visual = tower
     model.model.to_empty(device="cpu")
     return randomize(model)
@@ -62,12 +59,8 @@ def build_gemma3() -> nn.Module:
     import comfy.ops
     from comfy.text_encoders.llama import Gemma3_12B
 
-    config = {
-        "vocab_size": 32, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 3,
-    }  # fmt: skip
     operations = comfy.ops.disable_weight_init
-    model = Gemma3_12B(config, dtype=torch.float32, device="meta", operations=operations)
+    model = Gemma3_12B(_LLAMA, dtype=torch.float32, device="meta", operations=operations)
     model.vision_model = model.multi_modal_projector = nn.Identity()
     model.model.to_empty(device="cpu")
     return randomize(model)
