@@ -11,9 +11,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..module_hooks import Forward
+from .block_recording import Meta
+from .tensor_tree import TensorTree
 
 _BY_VALUE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
@@ -40,13 +41,11 @@ class BlockCall:
         needs_gradient: Which tensors get a gradient.
     """
 
-    def __init__(
-        self, forward: Forward, leaves: list[Any], spec: Any, positions: list[int], key: Hashable
-    ) -> None:
-        self._forward, self._leaves, self._spec, self._positions = forward, leaves, spec, positions
+    def __init__(self, forward: Forward, tree: TensorTree, tensors: list[Tensor], key: Hashable) -> None:
+        self._forward, self._tree = forward, tree
+        self.tensors = tensors
         self.key = key
-        self.tensors: list[Tensor] = [leaves[index] for index in positions]
-        self.needs_gradient = tuple(tensor.requires_grad for tensor in self.tensors)
+        self.needs_gradient = tuple(tensor.requires_grad for tensor in tensors)
 
     @classmethod
     def of(
@@ -63,18 +62,15 @@ class BlockCall:
             or _is_compiling(device)
         ):
             return None
-        leaves, spec = tree_flatten(arguments)
-        positions, rest = [], []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                if type(leaf) is not Tensor or leaf.device != device or leaf.layout != torch.strided:
-                    return None
-                positions.append(index)
-                rest.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
-            else:
-                rest.append((type(leaf), leaf) if isinstance(leaf, _BY_VALUE) else _Same(leaf))
-        key = type(module), module.training, spec, tuple(rest)
-        return cls(forward, leaves, spec, positions, key)
+        tree, tensors = TensorTree.split(arguments)
+        if any(type(t) is not Tensor or t.device != device or t.layout != torch.strided for t in tensors):
+            return None
+        rest = tuple(
+            (type(leaf), leaf) if isinstance(leaf, _BY_VALUE) else _Same(leaf) for leaf in tree.leaves
+        )
+        metas = tuple(Meta.of(tensor) for tensor in tensors)
+        key = type(module), module.training, tree.spec, tree.positions, rest, metas
+        return cls(forward, tree, tensors, key)
 
     def run(self) -> Any:
         """Make the call as it was asked for."""
@@ -87,10 +83,7 @@ class BlockCall:
 
     def arguments_with(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments with other tensors."""
-        leaves = list(self._leaves)
-        for index, tensor in zip(self._positions, tensors, strict=True):
-            leaves[index] = tensor
-        return tree_unflatten(leaves, self._spec)
+        return self._tree.join(tensors)
 
     def detached(self) -> list[Tensor]:
         """Return the tensors without their history; those that get a gradient are leaves."""
@@ -100,7 +93,7 @@ class BlockCall:
     @staticmethod
     def output_tensors(output: Any) -> list[Tensor]:
         """Return the tensors in what a call returned."""
-        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        return TensorTree.split(output)[1]
 
 
 def _is_compiling(device: torch.device) -> bool:

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import TrainingError
 from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
 from .host_inputs import HostInputs, SentInputs
 from .targets import Block
+from .tensor_tree import TensorTree
 
 _HOOK = "checkpoint"
 # Compared values of each output, and how far they may be apart: the same kernels on the same inputs, but
@@ -135,26 +135,18 @@ class _Call:
     def __init__(self, hook: _CheckpointHook, forward: Forward, module: nn.Module, arguments: tuple) -> None:
         self.hook = hook
         self.forward = forward
-        self.leaves, self.spec = tree_flatten(arguments)
-        # Inference tensors carry no gradient and autograd refuses to keep them; they stay in `leaves`.
-        self.positions = [
-            index
-            for index, leaf in enumerate(self.leaves)
-            if isinstance(leaf, Tensor) and not leaf.is_inference()
-        ]
-        inputs = [self.leaves[index] for index in self.positions]
+        # Inference tensors carry no gradient and autograd refuses to keep them; they stay with the rest.
+        self.arguments, inputs = TensorTree.split(arguments, takes=lambda tensor: not tensor.is_inference())
+        self.inputs = inputs
         self.autocast = _autocast_state(inputs)
         self.random = _RandomState.take(inputs) if module.training else None
         self.probes: list[Tensor] | None = None
-        self.output_leaves: list[Any] = []
-        self.output_spec: Any = None
+        self.outputs: TensorTree | None = None
         self.sent: SentInputs | None = None
 
     def take_inputs(self) -> list[Tensor]:
         """Hand the input tensors over: autograd keeps them, and lets go of them after their backward."""
-        inputs = [self.leaves[index] for index in self.positions]
-        for index in self.positions:
-            self.leaves[index] = None
+        inputs, self.inputs = self.inputs, []
         return inputs
 
     def send_inputs(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
@@ -180,30 +172,23 @@ class _Call:
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the block on ``tensors``, or copies of them, and return its output tensors."""
-        leaves = list(self.leaves)
-        copies = []
-        for index, tensor in zip(self.positions, tensors, strict=True):
-            leaves[index] = tensor
+        given, copies = list(tensors), []
+        for index, tensor in enumerate(tensors):
             if tensor.is_floating_point() and not self.hook.checked:
-                leaves[index] = tensor.clone()
-                copies.append(leaves[index])
-        args, kwargs = tree_unflatten(leaves, self.spec)
+                given[index] = tensor.clone()
+                copies.append(given[index])
+        args, kwargs = self.arguments.join(given)
         with self.autocast():
-            outputs, self.output_spec = tree_flatten(self.forward(*args, **kwargs))
+            self.outputs, found = TensorTree.split(self.forward(*args, **kwargs))
         self.hook.check_unchanged(copies)
-        found = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
-        self.output_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
-        self.output_positions = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor)]
         # Views among several outputs, and inputs, may not be written to later on; a caller may want to.
-        given = {id(tensor) for tensor in tensors}
-        return [leaf.clone() if leaf._is_view() or id(leaf) in given else leaf for leaf in found]
+        inputs = {id(tensor) for tensor in tensors}
+        return [leaf.clone() if leaf._is_view() or id(leaf) in inputs else leaf for leaf in found]
 
     def join_outputs(self, tensors: Sequence[Tensor]) -> Any:
         """Return the block's output structure around ``tensors``."""
-        leaves = list(self.output_leaves)
-        for index, tensor in zip(self.output_positions, tensors, strict=True):
-            leaves[index] = tensor
-        return tree_unflatten(leaves, self.output_spec)
+        assert self.outputs is not None
+        return self.outputs.join(tensors)
 
 
 class _Recompute(torch.autograd.Function):

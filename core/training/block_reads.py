@@ -191,8 +191,8 @@ class _Watch(TorchDispatchMode):
         """Return what is in the way of a recording if these tensors are known as well."""
         if self._written:
             return self._written
-        others = [text for storage, text in self._unknown.items() if storage not in _storages(known)]
-        return others[0] if others else ""
+        storages = _storages(known)
+        return next((text for storage, text in self._unknown.items() if storage not in storages), "")
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..offload import reading
 from .block_reads import BlockReads
+from .tensor_tree import TensorTree
 
 Replay = Callable[[], None]
 
@@ -160,8 +160,7 @@ class BlockRecording:
         self.memory = memory
         self.needs_gradient = list(needs_gradient)
         self._missing: set[int] = set()
-        self.output_leaves: list[Any] = []
-        self.output_spec: Any = None
+        self._outputs: TensorTree | None = None
         self._live: tuple[list[Tensor], list[Tensor]] | None = None
         self._replay_forward: Replay | None = None
         self._replay_backward: Replay | None = None
@@ -209,18 +208,15 @@ class BlockRecording:
 
     def join_outputs(self, tensors: Sequence[Tensor]) -> Any:
         """Return the block's output structure around ``tensors``."""
-        remaining = iter(tensors)
-        leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self.output_leaves]
-        return tree_unflatten(leaves, self.output_spec)
+        assert self._outputs is not None
+        return self._outputs.join(tensors)
 
     def _forward(self) -> None:
         memory = self.memory
         pairs = zip(memory.inputs, self.needs_gradient, strict=True)
         inputs = [tensor.detach().requires_grad_(needed) for tensor, needed in pairs]
         with torch.enable_grad(), reading(_StaticReads(memory.provided)):
-            leaves, self.output_spec = tree_flatten(self._run(inputs))
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.output_leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._outputs, outputs = TensorTree.split(self._run(inputs))
         with torch.no_grad():
             for static, output in zip(memory.outputs, outputs, strict=True):
                 static.copy_(output)
@@ -254,9 +250,6 @@ class _StaticReads:
 
     def read(self, source: Tensor, fetch: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         return next(self._remaining, None)
-
-
-_TENSOR = object()
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ class RecordedBlocks:
         needed: dict[type, int] = {}
         for hook in self._hooks:
             found = (seen.reads.needed_bytes for seen in hook.seen.values() if not seen.reads.obstacle)
-            kind = type(hook.module)
+            kind = type(hook.block.module)
             needed[kind] = max(needed.get(kind, 0), *found, 0)
         return sum(needed.values())
 
@@ -253,7 +253,6 @@ class _RecordHook(ModuleHook):
     def __init__(self, owner: RecordedBlocks, block: Block) -> None:
         self.owner = owner
         self.block = block
-        self.path, self.module = block.path, block.module
         self.seen: dict[Any, SeenCall] = {}
         self.by_forward: dict[Any, SeenCall] = {}
         self.is_bypassed = False

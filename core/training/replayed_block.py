@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import TrainingError
 from .block_call import BlockCall
 from .block_reads import BlockReads
 from .block_recording import BlockRecording, Meta, Signature
+from .targets import Block
 
 # Relative norm of the error: the same kernels, but some backwards add in another order each time.
 _TOLERANCE = 1e-2
@@ -74,17 +75,8 @@ class Owner(Protocol):
 class Holder(Protocol):
     """Whose calls are replayed."""
 
+    block: Block
     is_bypassed: bool
-
-    @property
-    def path(self) -> str:
-        """The block's path."""
-        ...
-
-    @property
-    def module(self) -> nn.Module:
-        """The block."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,7 @@ class Replay:
         try:
             with torch.enable_grad():
                 args, kwargs = self.call.arguments_with(inputs)
-                outputs = self.call.output_tensors(self.holder.module(*args, **kwargs))
+                outputs = self.call.output_tensors(self.holder.block.module(*args, **kwargs))
             torch.autograd.backward([outputs[index] for index in gradients], list(gradients.values()))
         finally:
             self.holder.is_bypassed = False
@@ -201,8 +193,8 @@ class ReplayedBlock(torch.autograd.Function):
             return (None, *replay.rerun(found))
         if replay.turn != replay.owner.turn:
             raise TrainingError(
-                f"the block {replay.holder.path} was computed again before its gradient was. Switch the "
-                "recording of blocks off for this model."
+                f"the block {replay.holder.block.path} was computed again before its gradient. Do without "
+                "RecordedBlocks for this model (in the node: a split_threshold_mb below the size of a block)."
             )
         of_inputs, of_trained = replay.recording.replay_backward(found)
         return (None, *of_inputs, *of_trained)
