@@ -245,12 +245,31 @@ def _moved(value: Any, device: str) -> Any:
     return type(value)(_moved(item, device) for item in value) if isinstance(value, list | tuple) else value
 
 
+def settle_attention(name: str, device: str) -> None:
+    """Make a process's first attention calls, of the model's shape, before either node trains.
+
+    At a process's first call PyTorch takes cuDNN's kernel, whatever order ComfyUI asks for, and flash from
+    the second on (torch 2.11, H200). The check of ``torch.utils.checkpoint`` in ComfyUI's node takes the
+    first block's other kernel for an error.
+    """
+    from comfy.ldm.modules.attention import optimized_attention
+
+    config, dtype, side, tokens = MODELS[name]
+    heads = config.get("num_heads") or config["num_attention_heads"]
+    width = config.get("hidden_size") or heads * config["attention_head_dim"]
+    shape = (1, heads, tokens + (side // 2) ** 2, width // heads)
+    for _ in range(2):
+        q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+        optimized_attention(q, k, v, heads, skip_reshape=True).sum().backward()
+
+
 def child(
     row: str, name: str, device: str, steps: int, *, budgets: list[float], gradients: bool
 ) -> list[dict[str, Any]]:
     """Measure one row, once for each budget."""
     import comfy.ldm.flux.model
 
+    settle_attention(name, device)
     model = build(name, device)
     results = []
     for budget in budgets:
