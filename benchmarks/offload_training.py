@@ -60,6 +60,9 @@ def run_row(job: Job, *, warm_up: int, steps: int) -> dict[str, Any]:
     if job.manager is not None:
         result["ahead"] = job.ahead
         result["stats"] = {**dataclasses.asdict(job.manager.stats()), "bound": job.manager.stats().bound}
+        plan = job.manager.tuner.plan if job.manager.tuner is not None else None
+        if plan is not None:
+            result["plan"] = {"text": plan.describe(), **dataclasses.asdict(plan.prediction)}
     return result
 
 
@@ -99,6 +102,9 @@ def summarize(name: str, results: list[dict[str, Any]]) -> str:
     ahead = next((result["ahead"] for result in results if result.get("ahead")), None)
     if ahead:
         bound += f"; {ahead['seconds']:.2f} s ahead of every {ahead['steps']} steps"
+    plan = next((result["plan"] for result in results if result.get("plan")), None)
+    if plan:
+        bound += f"; predicted {plan['step_s']:.4f} s, {plan['peak_bytes'] / 1e9:.2f} GB"
     return f"| {name} | {statistics.median(seconds):.4f} s{failed} | {spread} | {peak} | {bound} |"
 
 
@@ -154,7 +160,12 @@ def main() -> None:
         "--budget-gb", type=float, default=24.0, help="target memory of the row 'ferry, budget'"
     )
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--warm-up", type=int, default=7, help="untimed steps; a budget is planned in six")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=9,
+        help="untimed steps; a budget is planned in six, and blocks recorded in three more",
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
