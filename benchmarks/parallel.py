@@ -8,6 +8,10 @@ is a product such as ``cfg=2,ulysses=2``. Time: median and range of the steps af
 rank's. A step with ``cfg`` above 1 is that many evaluations, on one GPU too. *difference*: the greatest
 difference from ComfyUI's one-GPU output over its greatest value. *predicted*: the speed-up by the planner's
 cost model, for links of ``--link`` GB/s and one GPU as fast as measured here.
+
+With ``--rivals`` diffusers' class is timed on one GPU and on every mesh of Ulysses or Ring alone, eager, and
+compiled where a mode compiles: with the attention that PyTorch chooses (its default, which has no Ring) and
+with cuDNN's, which our workers use on Hopper.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -99,8 +104,9 @@ def run_all(options: argparse.Namespace) -> None:
     results = []
     with tempfile.TemporaryDirectory() as shared:
         for row in rows(options):
-            results.append(run_row(options, row, Path(shared)))
-            print(f"# {results[-1]}", flush=True)
+            for result in run_row(options, row, Path(shared)):
+                results.append(result)
+                print(f"# {result}", flush=True)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     header = f"{device}, torch {torch.__version__}, {datetime.date.today()}, {' '.join(sys.argv)}"
     text = f"{header}\n\n{table(results, options.link * 1e9)}\n"
@@ -115,14 +121,29 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = [{"who": "ComfyUI", "mesh": {}, "mode": "eager"}]
     found += [{"who": "ours", "mesh": mesh, "mode": mode} for mesh in meshes for mode in options.modes]
     if options.rivals and DENOISERS[options.model].rival is not None:
-        modes = [mode for mode in options.modes if not mode.endswith("graph")]
-        rival = [{}, *(mesh for mesh in meshes if set(mesh) <= {"ulysses", "ring"})]
-        found += [{"who": "diffusers", "mesh": mesh, "mode": mode} for mesh in rival for mode in modes]
+        # It has no CUDA graphs, so a recorded row is compared with its eager one.
+        modes = dict.fromkeys("compile" if "compile" in mode else "eager" for mode in options.modes)
+        rival = [{}, *(mesh for mesh in meshes if set(mesh) in ({"ulysses"}, {"ring"}))]
+        for mesh, mode in itertools.product(rival, modes):
+            attentions = attentions_of_rival(options, mesh, mode)
+            found.append({"who": "diffusers", "mesh": mesh, "mode": mode, "attentions": attentions})
     return found
 
 
-def run_row(options: argparse.Namespace, row: dict[str, Any], shared: Path) -> dict[str, Any]:
-    """Start the ranks of one row and return what they report; a row that fails does not end the run."""
+def attentions_of_rival(options: argparse.Namespace, mesh: dict[str, int], mode: str) -> list[str]:
+    """Return diffusers' attention backends to measure: Ring needs one that reports its log-sum-exp."""
+    if options.device == "cpu":
+        return ["native"]
+    # Each backend is another compilation, and cuDNN's is the faster one.
+    return ["_native_cudnn"] if "ring" in mesh or mode == "compile" else ["native", "_native_cudnn"]
+
+
+def run_row(options: argparse.Namespace, row: dict[str, Any], shared: Path) -> list[dict[str, Any]]:
+    """Start the ranks of one row and return what they report; a row that fails does not end the run.
+
+    Returns:
+        One result, or one for each of diffusers' attention backends.
+    """
     world_size = 1
     for degree in row["mesh"].values():
         world_size *= degree
@@ -143,7 +164,8 @@ def run_row(options: argparse.Namespace, row: dict[str, Any], shared: Path) -> d
     except subprocess.TimeoutExpired:
         failure = f"not done within {_LIMIT_S} s"
     shown = {name: row[name] for name in ("who", "mesh", "mode")}
-    return shown | (json.loads(report.read_text()) if report.exists() else {"failure": failure})
+    reports = json.loads(report.read_text()) if report.exists() else [{"failure": failure}]
+    return [shown | found for found in reports]
 
 
 def run_rank_reported(options: argparse.Namespace, row: dict[str, Any]) -> None:
@@ -153,7 +175,7 @@ def run_rank_reported(options: argparse.Namespace, row: dict[str, Any]) -> None:
     except Exception:
         report = Path(row["shared"]) / "report.json"
         if not report.exists():
-            report.write_text(json.dumps({"failure": traceback.format_exc()[-2000:]}))
+            report.write_text(json.dumps([{"failure": traceback.format_exc()[-2000:]}]))
         raise
 
 
@@ -161,14 +183,21 @@ def run_rank(options: argparse.Namespace, row: dict[str, Any]) -> None:
     """Be one rank of one row; rank 0 writes the report."""
     device, dtype = join_group(options)
     denoiser = DENOISERS[options.model]
-    rival = row["who"] == "diffusers"
-    steps = (rival_steps if rival else our_steps)(denoiser, row, device, dtype)
-    sizes = {str(size): measure_size(steps, size, options, row, device) for size in options.size}
-    if row["who"] == "ComfyUI":
-        for size in options.size:
-            sizes[str(size)]["work"] = asdict(work_of(denoiser, size, dtype))
+    reports: list[dict[str, Any]] = []
+    if row["who"] == "diffusers":
+        model, steps = rival_steps(denoiser, row, device, dtype)
+        for attention in row["attentions"]:
+            model.set_attention_backend(attention)
+            who = f"diffusers, {'cuDNN' if 'cudnn' in attention else 'default'} attention"
+            reports.append({"who": who, "sizes": measure_sizes(steps, options, row, device)})
+    else:
+        sizes = measure_sizes(our_steps(denoiser, row, device, dtype), options, row, device)
+        if row["who"] == "ComfyUI":
+            for size in options.size:
+                sizes[str(size)]["work"] = asdict(work_of(denoiser, size, dtype))
+        reports.append({"sizes": sizes})
     if dist.get_rank() == 0:
-        (Path(row["shared"]) / "report.json").write_text(json.dumps({"sizes": sizes}))
+        (Path(row["shared"]) / "report.json").write_text(json.dumps(reports))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a process group with recorded collectives does not end
@@ -201,17 +230,25 @@ def join_group(options: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
 Steps = Callable[[Size, int], Callable[[], torch.Tensor]]
 
 
+def measure_sizes(
+    steps: Steps, options: argparse.Namespace, row: dict[str, Any], device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Return what was measured of each size, by its name."""
+    return {str(size): measure_size(steps, size, options, row, device) for size in options.size}
+
+
 def measure_size(
     steps: Steps, size: Size, options: argparse.Namespace, row: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Return time, memory and difference of one size; the same numbers on every rank."""
     report: dict[str, Any] = {}
-    # On one GPU, a step of one evaluation and one of two: what cfg=2 is compared with.
-    counts = (1, 2) if row["who"] == "ComfyUI" else (row["mesh"].get("cfg", 1),)
+    counts = [row["mesh"].get("cfg", 1)]
+    if row["who"] == "ComfyUI" and any("cfg" in mesh for mesh in options.mesh):
+        counts = [1, 2]  # what cfg=2 is compared with
     for conditionings in counts:
         step = steps(size, conditionings)
-        for _ in range(2):
-            output = step()
+        step()
+        output = step()  # a recorded one is written anew by each replay
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = [slowest(timed(step, device), device) for _ in range(options.steps)]
@@ -350,8 +387,10 @@ def plain_attention() -> frozenset[Callable[..., torch.Tensor]]:
     return frozenset({attention_pytorch, getattr(attention_pytorch, "__wrapped__", attention_pytorch)})
 
 
-def rival_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Steps:
-    """Return steps of diffusers' class, by itself or with its context parallelism."""
+def rival_steps(
+    denoiser: Denoiser, row: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Steps]:
+    """Return diffusers' model and steps of it, by itself or with its context parallelism."""
     from diffusers import ContextParallelConfig
 
     assert denoiser.rival is not None and denoiser.rival_inputs is not None
@@ -372,7 +411,7 @@ def rival_steps(denoiser: Denoiser, row: dict[str, Any], device: torch.device, d
 
         return step
 
-    return steps
+    return model, steps
 
 
 def to_device(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

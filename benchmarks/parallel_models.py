@@ -108,11 +108,13 @@ def _qwen_inputs(
     }
 
 
-def _qwen_rival_inputs(size: Size, prompt: int) -> Inputs:
+def _qwen_rival_inputs(
+    size: Size, prompt: int, *, channels: int = 16, text: int = 256, width: int = 3584
+) -> Inputs:
     rows, columns = size.height // 16, size.width // 16
     return {
-        "hidden_states": noise(1, rows * columns, 64, seed=1),
-        "encoder_hidden_states": noise(1, 256, 3584, seed=10 + prompt),
+        "hidden_states": noise(1, rows * columns, 4 * channels, seed=1),
+        "encoder_hidden_states": noise(1, text, width, seed=10 + prompt),
         "encoder_hidden_states_mask": None,
         "timestep": torch.tensor([0.5]),
         "img_shapes": [[(1, rows, columns)]],
@@ -216,6 +218,11 @@ DENOISERS: dict[str, Denoiser] = {
             _QWEN_CLASS, patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
             num_attention_heads=4, joint_attention_dim=40, axes_dims_rope=(4, 6, 6),
         ),
-        lambda size, prompt: _qwen_inputs(size, prompt, channels=4, text=7, width=40),
+        lambda size, prompt: _qwen_inputs(size, prompt, channels=4, text=8, width=40),
+        _diffusers(
+            "QwenImageTransformer2DModel", patch_size=2, in_channels=16, out_channels=4, num_layers=2,
+            attention_head_dim=16, num_attention_heads=4, joint_attention_dim=40, axes_dims_rope=(4, 6, 6),
+        ),
+        lambda size, prompt: _qwen_rival_inputs(size, prompt, channels=4, text=8, width=40),
     ),
 }  # fmt: skip
