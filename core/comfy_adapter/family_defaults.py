@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
+from ..training import OPTIMIZERS, auto_learning_rate
 from ..training.families import FamilyDefaults, find_family
 from .user_settings import default_budget_gb
 
@@ -55,7 +56,8 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
         widgets: The node's values as they came.
 
     Raises:
-        RequestError: If an expert's noise range or a guidance scale is asked of a model without.
+        RequestError: If an expert's noise range or a guidance scale is asked of a model without, or a
+            learning rate on auto of an optimizer without.
     """
     family = model_family(model)
     values = _LATER_INPUTS | widgets
@@ -76,7 +78,7 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
         "rank": rank,
         # A rank of one's own keeps the family's proportion, so that the learning rate still fits.
         "alpha": family.alpha / family.rank * rank,
-        "learning_rate": family.learning_rate,
+        "learning_rate": _rate(family, values),
         "targets": family.targets,
         "loss_function": family.loss,
         "timestep_sampling": family.timestep_sampling,
@@ -93,6 +95,16 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
     values["guidance_is_default"] = automatic["guidance"]
     values["lowest_noise"], values["highest_noise"] = _noise_range(family, values["noise_range"])
     return FilledWidgets(values, _describe(family, values, automatic))
+
+
+def _rate(family: FamilyDefaults, values: dict[str, Any]) -> float:
+    asked, optimizer = values["learning_rate"], values["optimizer"]
+    # An unknown optimizer is refused by the training's own check, which names the known ones.
+    return asked or (
+        auto_learning_rate(optimizer, family.learning_rate)
+        if optimizer in OPTIMIZERS
+        else family.learning_rate
+    )
 
 
 def _check_guidance(model: Any, family: FamilyDefaults, asked: float) -> None:

@@ -8,11 +8,13 @@ inference mode, and the weights of a model loaded there cannot be saved for a ba
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
+import comfy.ops
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -149,6 +151,9 @@ def in_training(model: nn.Module) -> Iterator[None]:
     """Tell ComfyUI to keep to code that has gradients."""
     management: Any = comfy.model_management
     has_flag = hasattr(management, "in_training")
+    # Those of 0.33 take it whenever no gradient is wanted, so a block's first run would differ from its
+    # second.
+    fast = [module for module in model.modules() if isinstance(module, comfy.ops.fp8_ops.Linear)]
     before = management.in_training if has_flag else False
     # fp8 layers of 0.3.75 take their matmul without a gradient unless they are in training mode; for
     # a Linear the mode means nothing else.
@@ -158,12 +163,17 @@ def in_training(model: nn.Module) -> Iterator[None]:
             management.in_training = True
         for module in switched:
             module.training = True
+        for module in fast:
+            forward = comfy.ops.manual_cast.Linear.forward_comfy_cast_weights
+            vars(module)["forward_comfy_cast_weights"] = types.MethodType(forward, module)
         yield
     finally:
         if has_flag:
             management.in_training = before
         for module in switched:
             module.training = False
+        for module in fast:
+            vars(module).pop("forward_comfy_cast_weights")
 
 
 @contextlib.contextmanager

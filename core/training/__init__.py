@@ -20,7 +20,7 @@ from .lora import LoraAdapters
 from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
 from .nan_guard import Trouble, find_layer
 from .noise_levels import LOSS_WEIGHTINGS, MIN_SNR_GAMMA, TIMESTEP_SAMPLINGS, NoiseLevels, shifted
-from .optimizer import OPTIMIZERS
+from .optimizer import OPTIMIZERS, auto_learning_rate
 from .out_of_place import OutOfPlace
 from .recorded_blocks import RecordedBlocks
 from .schedule import SCHEDULES, learning_rate_factor
@@ -64,6 +64,7 @@ __all__ = [
     "TrainingConfig",
     "TrainingState",
     "Trouble",
+    "auto_learning_rate",
     "check_identity",
     "check_managed_bytes",
     "check_same_output",

@@ -31,6 +31,8 @@ class OptimizerKind:
         averages_weights: It keeps an average of the weights itself and has ``train()`` and ``eval()``
             to switch between the two (The Road Less Scheduled, arXiv:2405.15682).
         needs_gpu: Its kernels are written for GPUs only.
+        learning_rate: What it is best started with where AdamW's rate would be wrong; None: AdamW's own.
+        has_usual_rate: Whether there is a rate that suits most models.
     """
 
     module: str
@@ -39,16 +41,24 @@ class OptimizerKind:
     package: str = ""
     averages_weights: bool = False
     needs_gpu: bool = False
+    learning_rate: float | None = None
+    has_usual_rate: bool = True
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": OptimizerKind("torch.optim", "AdamW", (("fused", True),)),
     "Adam": OptimizerKind("torch.optim", "Adam", (("fused", True),)),
-    "SGD": OptimizerKind("torch.optim", "SGD"),
+    # Its step is as large as the gradient, which differs by orders of magnitude between models.
+    "SGD": OptimizerKind("torch.optim", "SGD", has_usual_rate=False),
     "RMSprop": OptimizerKind("torch.optim", "RMSprop"),
-    "Adafactor": OptimizerKind("torch.optim", "Adafactor"),
+    # Its rate is relative to the weights' own size (arXiv:1804.04235); torch's default.
+    "Adafactor": OptimizerKind("torch.optim", "Adafactor", learning_rate=1e-2),
     "AdamW8bit": OptimizerKind("bitsandbytes.optim", "AdamW8bit", package="bitsandbytes", needs_gpu=True),
-    "Prodigy": OptimizerKind("prodigyopt", "Prodigy", package="prodigyopt"),
+    # It finds the rate and multiplies by this one (arXiv:2306.06101). Without the safeguard a warm-up
+    # spoils what it finds, as its authors say.
+    "Prodigy": OptimizerKind(
+        "prodigyopt", "Prodigy", (("safeguard_warmup", True),), package="prodigyopt", learning_rate=1.0
+    ),
     "AdamWScheduleFree": OptimizerKind(
         "schedulefree", "AdamWScheduleFree", package="schedulefree", averages_weights=True
     ),
@@ -96,6 +106,26 @@ def build_optimizer(
     kind = OPTIMIZERS[name]
     build: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module(kind.module), kind.name)
     return build(list(parameters), lr=learning_rate, weight_decay=weight_decay, **dict(kind.options))
+
+
+def auto_learning_rate(name: str, adamw_rate: float) -> float:
+    """Return the learning rate to start with where a person names none.
+
+    Args:
+        name: A key of ``OPTIMIZERS``.
+        adamw_rate: What suits the model with AdamW.
+
+    Raises:
+        RequestError: If there is no rate that suits most models.
+    """
+    kind = OPTIMIZERS[name]
+    if not kind.has_usual_rate:
+        raise RequestError(
+            f"optimizer={name!r} was asked with learning_rate=0 (auto)",
+            limit="Its steps are as large as the gradients, so no learning rate suits all models",
+            way_out="Set learning_rate, for example to 0.1, or choose another optimizer",
+        )
+    return adamw_rate if kind.learning_rate is None else kind.learning_rate
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:

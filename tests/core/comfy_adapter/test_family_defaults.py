@@ -206,6 +206,11 @@ def test_auto_takes_the_familys_values_and_says_so():
         "SDXL: rank 8, alpha 4 (auto), learning rate 0.01, layers attention and MLP of all blocks, MSE loss "
         "(auto), uniform noise levels (auto), the model's own shift, min_snr weights (auto)"
     )
+    prodigy = fill("sdxl", optimizer="Prodigy")
+    assert prodigy.values["learning_rate"] == 1.0 and "learning rate 1 (auto)" in prodigy.plan
+    assert fill("flux", optimizer="SGD", learning_rate=0.1).values["learning_rate"] == 0.1
+    with pytest.raises(RequestError, match="optimizer='SGD'"):
+        fill("flux", optimizer="SGD")
     assert fill("z-image").values["targets"] == "layers.*.attention, layers.*.feed_forward"
     assert fill("z-image", targets="layers").values["targets"] == "layers"
     names = {kind: fill(kind).plan.split(":")[0] for kind in ("qwen", "wan", "sd3")}

@@ -510,6 +510,20 @@ def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
     assert (trained[0] - merged).norm() <= 2e-5 * (bare - merged).norm() + 1e-5 * bare.norm()
 
 
+def test_fp8_layers_that_multiply_in_fp8_are_trained_with_the_gradient_of_what_they_compute():
+    """`weight_dtype` fp8_e4m3fn_fast: their own matmul has no gradient."""
+    import comfy.ops
+
+    losses = []
+    for operations in (comfy.ops.fp8_ops, comfy.ops.manual_cast):
+        model = PATCHERS["flux"].build(dtype=torch.float8_e4m3fn, operations=operations)
+        model.model.manual_cast_dtype = torch.float32
+        before = attributes(model)
+        losses.append(train("flux", model, compute_dtype="fp32").loss_map["loss"])
+        assert attributes(model) == before
+    assert losses[0] == losses[1]
+
+
 def quantized_flux():
     """A tiny Flux whose block layers hold fp8 weights with a scale, as ComfyUI 0.33 loads them."""
     import json
