@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ferry_support.browser import FIT_VIEW, load, open_page, page_beside
 from ferry_support.comfy_server import PACK, ComfyServer, comfyui_version
-from ferry_support.opened_workflows import NAMES, Canvas, runs_here
+from ferry_support.opened_workflows import NAMES, Canvas, path_of, runs_here
 from ferry_support.workflow_models import MODELS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.e2e, pytest.mark.timeout(500)]
@@ -298,22 +298,47 @@ def test_the_training_panel_shows_what_a_training_tells(page: Any, screenshots: 
     )
 
 
-# A training and a task with references on two workers; the second has the degrees of train_and_sample, whose
-# workers it takes over.
-_EXECUTED = ("flux1_dev_train", "flux1_kontext_parallel")
+_SHIPPED = sorted((PACK / "workflows").glob("*.json"))
 _SAVED_BEFORE = sorted((PACK / "tests" / "data" / "saved_workflows").glob("*/*.json"))
+_OWN_TESTS = ("train_and_sample", "pictures_to_lora")  # are executed above and in test_http.py
 
 
-def test_every_workflow_opens_as_it_was_written_and_some_run(page: Any, server: ComfyServer) -> None:
-    canvas, definitions = Canvas(server, page), server.get("/object_info")
-    shipped = sorted((PACK / "workflows").glob("*.json"))
-    for path in (*shipped, *_SAVED_BEFORE):
+@pytest.fixture(scope="module")
+def definitions(server: ComfyServer) -> dict[str, Any]:
+    """The server's nodes."""
+    return server.get("/object_info")
+
+
+@pytest.mark.parametrize("model", [model.key for model in MODELS])
+def test_every_workflow_opens_as_it_was_written_and_runs_with_tiny_models(
+    page: Any, server: ComfyServer, definitions: dict[str, Any], model: str
+) -> None:
+    names = [name for name in NAMES if name.removeprefix(model) in ("_train", "_low_vram", "_parallel")]
+    if not any(map(runs_here, names)):
+        pytest.skip("this ComfyUI lacks the model")
+    canvas = Canvas(server, page)
+    for name in names:
+        prompt = canvas.check(path_of(name), definitions)
+        assert canvas.misplaced() == [], name
+        canvas.execute(name, prompt)
+
+
+def test_workflows_with_tests_of_their_own_and_saved_ones_open_as_they_were_written(
+    page: Any, server: ComfyServer, definitions: dict[str, Any]
+) -> None:
+    canvas = Canvas(server, page)
+    assert {path.stem for path in _SHIPPED} == {*NAMES, *_OWN_TESTS}
+    for name in _OWN_TESTS:
+        canvas.check(path_of(name), definitions)
+        assert canvas.misplaced() == [], name
+    for path in _SAVED_BEFORE:
         if runs_here(path.stem):
             canvas.check(path, definitions)
-            assert path not in shipped or canvas.misplaced() == [], path.name
-    for name in _EXECUTED:
-        canvas.run(name)
+
+
+def test_a_budget_for_two_experts_is_shared_and_told(page: Any, server: ComfyServer) -> None:
     # Each expert has two blocks. The budget holds one expert; the second gets what the first's rim leaves.
+    canvas = Canvas(server, page)
     expert = server.base / "models/diffusion_models/wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors"
     canvas.run("wan22_i2v_low_vram", vram_budget_gb=1.2 * expert.stat().st_size / 2**30, prefetch_depth=0)
     told = canvas.streaming()
@@ -321,13 +346,3 @@ def test_every_workflow_opens_as_it_was_written_and_some_run(page: Any, server: 
     streams = "0 of 2 blocks stay in VRAM\n0 blocks resident, 2 streamed: 0.2 MB a pass\n"
     assert f"{streams}VRAM 0.3 MB, RAM 0.3 MB\n" in told[1]
     assert all(re.search(r"\n\d+ % of \d\S* s waiting for weights: \w+-bound$", text) for text in told), told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [model.key for model in MODELS])
-def test_every_workflow_runs_with_tiny_models(page: Any, server: ComfyServer, model: str) -> None:
-    names = [name for name in NAMES if name.removeprefix(model) in ("_train", "_low_vram", "_parallel")]
-    if not any(map(runs_here, names)):
-        pytest.skip("this ComfyUI lacks the model")
-    for name in names:
-        Canvas(server, page).run(name)

@@ -31,10 +31,9 @@ onto ComfyUI's canvas, or open them from *Templates* under *ComfyUI-Ferry*. The 
 it needs and links to them; ComfyUI offers to download those that are missing.
 
 `./run test` opens each in the real front-end of both ComfyUI versions, compares every value with the file,
-and executes three with tiny models of the same classes on small sizes; `pytest -m slow
-tests/e2e/test_browser.py` executes all. **None has been run with the published files by the project**: those
-need GPUs and hundreds of GB. On several GPUs, files in scaled fp8 and other quantized formats need ComfyUI
-0.33 (see [parallel.md](parallel.md)).
+and executes it with tiny models of the same classes on small sizes. **None has been run with the published
+files by the project**: those need GPUs and hundreds of GB. On several GPUs, files in scaled fp8 and other
+quantized formats need ComfyUI 0.33 (see [parallel.md](parallel.md)).
 
 | model | task | train | low VRAM | parallel | ComfyUI |
 |---|---|:---:|:---:|:---:|:---:|

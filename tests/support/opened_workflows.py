@@ -13,7 +13,7 @@ from .graph_to_prompt import graph_to_prompt
 from .prompt_run import PromptResult, run_prompt
 from .tiny_models import is_newer_comfyui
 from .workflow_models import MODELS
-from .workflow_runs import shrink
+from .workflow_runs import Prompt, shrink
 
 NAMES = tuple(
     f"{model.key}_{mode}"
@@ -72,7 +72,7 @@ class Canvas:
     server: ComfyServer
     page: Any
 
-    def open(self, path: Path) -> dict[str, Any]:
+    def open(self, path: Path) -> Prompt:
         """Return the prompt of a file, made by the front-end.
 
         Raises:
@@ -82,8 +82,12 @@ class Canvas:
         assert failed == [], f"{path.name}: {failed}"
         return prompt
 
-    def check(self, path: Path, definitions: dict[str, Any]) -> None:
-        """Open a file and compare every value and link with what the file says.
+    def check(self, path: Path, definitions: dict[str, Any]) -> Prompt:
+        """Open a file, compare every value and link with what it says, and return the front-end's prompt.
+
+        Args:
+            path: The file.
+            definitions: The server's ``/object_info``.
 
         Raises:
             AssertionError: If the front-end reads another value than the file's author wrote.
@@ -96,22 +100,28 @@ class Canvas:
             assert prompt[node_id]["inputs"] == node["inputs"], f"{path.name}: {node['class_type']}"
         videos = [node["inputs"] for node in prompt.values() if node["class_type"] == "SaveVideo"]
         assert all(inputs["format"] == "auto" for inputs in videos), path.name
+        return prompt
 
     def misplaced(self) -> list[str]:
         """Return which nodes of the open file overlap, or stick out of a frame."""
         return self.page.evaluate(_MISPLACED)
 
     def run(self, name: str, **values: Any) -> PromptResult:
-        """Open a shipped file and run it on small sizes with few steps.
+        """Open a shipped file and run it; see `execute`."""
+        return self.execute(name, self.open(path_of(name)), **values)
+
+    def execute(self, name: str, prompt: Prompt, **values: Any) -> PromptResult:
+        """Run what a shipped file gave, on small sizes with few steps.
 
         Args:
             name: The file's.
+            prompt: What the front-end made of it.
             **values: For every node that has inputs of these names, in place of the file's.
 
         Raises:
             AssertionError: If no picture came of it.
         """
-        prompt = shrink(self.open(path_of(name)))
+        prompt = shrink(prompt)
         for node in prompt.values():
             node["inputs"] |= {key: value for key, value in values.items() if key in node["inputs"]}
         with ThreadPoolExecutor(1) as executor:  # the page keeps an event loop in this thread
