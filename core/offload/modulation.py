@@ -20,38 +20,29 @@ What this module does not do: it knows no model; which layers are such layers is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ..errors import RequestError
-from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
+from ..module_hooks import Forward
 from .external_reads import active_reader
+from .modulation_due import DueInputs
+from .modulation_hooks import ModulationHooks
 from .modulation_layers import CachedLayer, ModulationPlan, find_layers, is_observed, is_plain
+from .modulation_probe import ModulationProbe
 from .modulation_store import InputKey, InputKeys, OutputStore
 
 Scope = Callable[[], AbstractContextManager[None]]
-HOOK_NAME = "modulation"
-CALL_HOOK_NAME = "modulation_call"
-
-
-class _Captured(BaseException):
-    """Ends a call once the input of its modulation is known; models may catch ``Exception``."""
-
-    def __init__(self, argument: Tensor) -> None:
-        super().__init__()
-        self.argument = argument
 
 
 class _ThreadState(threading.local):
     """What one thread is doing."""
 
     def __init__(self) -> None:
-        self.is_probing = False
         self.is_filling = False
         self.keys: dict[int, InputKey | Tensor | None] = {}  # a tensor: the key is to be read when needed
 
@@ -65,7 +56,9 @@ class ModulationCache:
         open_scope: A context in which reading a weight brings it to the target.
         device: The target.
         open_probe: A context for calls that end at their first modulation layer; None: ``open_scope``.
-        fills_on_miss: Compute all layers at once when the first of them meets an unknown input.
+        expect: Called with the layers that are about to be called, in that order, to compute for all
+            coming inputs. Each then does when the model calls it, and inputs that nobody foresaw come too.
+            None: all compute at once, ahead.
 
     Attributes:
         is_active: Whether layers may be served at all.
@@ -80,17 +73,18 @@ class ModulationCache:
         open_scope: Scope,
         device: torch.device,
         open_probe: Scope | None = None,
-        fills_on_miss: bool = False,
+        expect: Callable[[Sequence[CachedLayer]], None] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self._store = OutputStore(limit_bytes)
         self._keys = InputKeys(trusts_versions=device.type != "cpu")
         self._open_scope = open_scope
         self._open_probe = open_probe or open_scope
-        self._fills_on_miss = fills_on_miss
-        self._device = device
+        self._expect = expect
+        self._due = DueInputs()
+        self._probe = ModulationProbe(device)
+        self._hooks = ModulationHooks()
         self._thread = _ThreadState()
-        self._hooked: list[tuple[nn.Module, str]] = []
         self.is_active = True
         self.generation = 0
         self.num_hits = 0
@@ -108,22 +102,18 @@ class ModulationCache:
 
     def install(self) -> None:
         """Hook the layers; to be called before the hooks that stream their weights are installed."""
-        for parent in {id(layer.parent): layer.parent for layer in self.layers}.values():
-            self._install(parent, CALL_HOOK_NAME, _CallHook(self))
-        for layer in self.layers:
-            self._install(layer.linear, HOOK_NAME, _LayerHook(self, layer))
+        self._hooks.install(self, self.layers)
 
     def remove(self) -> None:
         """Take the hooks off and forget every output."""
-        for module, name in self._hooked:
-            remove_hook(module, name)
-        self._hooked.clear()
+        self._hooks.remove()
         self.clear()
 
     def clear(self) -> None:
         """Forget every output."""
         self._store.clear()
         self._keys.clear()
+        self._due.clear()
         self.generation += 1
 
     def begin_pass(self, *, trusts_objects: bool) -> None:
@@ -138,15 +128,17 @@ class ModulationCache:
         self._keys.trusts_objects = trusts_objects
 
     def release_waiting(self) -> None:
-        """Note that what was computed ahead and not used yet may be forgotten."""
+        """Note that what was computed ahead and not used yet may be forgotten, and nothing is due."""
         self._store.release_waiting()
+        self._due.clear()
 
     def precompute(self, calls: Iterable[Callable[[], Any]]) -> int:
         """Compute the modulation of coming calls, streaming every layer once for all of them.
 
         Each call is run as far as its first modulation layer, without gradients and without touching
-        the random state; the layers then compute for what was found there. What does not fit beside
-        outputs that still wait for their use is left for the next time.
+        the random state; the layers then compute for what was found there (or when they are called, see
+        ``expect``). What does not fit beside outputs that still wait for their use is left for the next
+        time.
 
         Args:
             calls: Forwards of the model, such as ``lambda: model(noisy, timestep, caption)``, in the
@@ -165,19 +157,25 @@ class ModulationCache:
         room_bytes = self._store.room_bytes
         with self._open_probe(), torch.no_grad():
             for index, call in enumerate(calls):
-                argument = self._probe(call, index)
+                argument = self._find_argument(call, index)
                 key = self._keys.key(argument)
                 if key is None:
                     break
                 if key not in prepared and not self._store.is_waiting(key):
-                    room_bytes -= sum(layer.output_bytes(argument) for layer in self.layers)
+                    room_bytes -= self._output_bytes(argument)
                     if room_bytes < 0:
                         break
                     prepared[key] = argument
                 count = index + 1
+        if self._expect is not None:
+            self._postpone(prepared)
+            return count
         # Not inside the scope above: the order of copies learned there must not lead over to these.
         with self._open_scope(), torch.no_grad():
-            self._fill(prepared)
+            for layer in self.layers:
+                self._compute(layer, prepared)
+        for key in prepared:
+            self._store.await_use(key)
         return count
 
     def call_parent(self, forward: Forward, parent: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -186,14 +184,13 @@ class ModulationCache:
             return forward(*args, **kwargs)
         key = None
         if len(args) == 1 and not kwargs and is_plain(args[0]):
-            if self._thread.is_probing:
-                raise _Captured(args[0].detach().clone())
+            self._probe.meet(args[0])
             if active_reader() is not None:
                 key = args[0]
             else:
                 key = self._keys.key(args[0])
-                if self._fills_on_miss and key is not None and not self._thread.is_filling:
-                    self._fill_unknown(key, args[0])
+                if self._expect is not None and key is not None and not self._thread.is_filling:
+                    self._meet_unknown(key, args[0])
         keys = self._thread.keys
         before, keys[id(parent)] = keys.get(id(parent)), key
         try:
@@ -212,6 +209,8 @@ class ModulationCache:
             return forward(*args, **kwargs) if recorded is None else recorded.clone()
         if is_observed() or isinstance(key, Tensor):
             return forward(*args, **kwargs)
+        if not self._thread.is_filling:
+            self._compute(layer, self._due.take(layer))
         found = self._store.find(key, layer)
         if found is not None:
             if not self._thread.is_filling:
@@ -234,69 +233,54 @@ class ModulationCache:
             self._store.note_use(key)
         return found
 
-    def _fill_unknown(self, key: InputKey, argument: Tensor) -> None:
-        """Compute every layer for an input that nobody foresaw, if there is room for all outputs."""
+    def _output_bytes(self, argument: Tensor) -> int:
+        return sum(layer.output_bytes(argument) for layer in self.layers)
+
+    def _meet_unknown(self, key: InputKey, argument: Tensor) -> None:
+        """Have every layer compute for an input that nobody foresaw, if there is room for all outputs."""
         if self._store.is_known(key) or torch.is_grad_enabled() or is_observed():
             return
-        needed_bytes = sum(layer.output_bytes(argument) for layer in self.layers)
-        if needed_bytes <= self._store.room_bytes:
+        if self._output_bytes(argument) <= self._store.room_bytes:
             self.num_misses += len(self.layers)
-            self._fill({key: argument})
+            self._postpone({key: argument.detach().clone()})
             self._store.note_use(key)
 
-    def _install(self, module: nn.Module, name: str, hook: ModuleHook) -> None:
-        install_hook(module, name, hook)
-        self._hooked.append((module, name))
-
-    def _probe(self, call: Callable[[], Any], index: int) -> Tensor:
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            self._thread.is_probing = True
-            try:
-                call()
-            except _Captured as captured:
-                return captured.argument
-            finally:
-                self._thread.is_probing = False
+    def _find_argument(self, call: Callable[[], Any], index: int) -> Tensor:
+        argument = self._probe.run(call)
+        if argument is not None:
+            return argument
         raise RequestError(
             f"computing the modulation of call {index} ahead was asked",
             limit=f"It ended without calling one of the {len(self.layers)} modulation layers",
             way_out="Pass calls of the model that the OffloadTrainingManager is attached to",
         )
 
-    def _fill(self, arguments: dict[InputKey, Tensor]) -> None:
+    def _postpone(self, arguments: Mapping[InputKey, Tensor]) -> None:
+        """Have layers compute for inputs when they are called, and keep room for what they will return."""
+        assert self._expect is not None
+        for key, argument in arguments.items():
+            self._store.await_use(key, self._output_bytes(argument))
+        for layer in self.layers:
+            self._due.add(layer, self._missing(layer, arguments))
+        self._expect(self._due.waited_for(self.layers))
+
+    def _missing(self, layer: CachedLayer, arguments: Mapping[InputKey, Tensor]) -> dict[InputKey, Tensor]:
+        find = self._store.find
+        return {key: argument for key, argument in arguments.items() if find(key, layer) is None}
+
+    def _compute(self, layer: CachedLayer, arguments: Mapping[InputKey, Tensor]) -> None:
+        """Have one layer compute for inputs, with one copy of its weights for all of them."""
+        missing = self._missing(layer, arguments)
+        if not missing:
+            return
         self._thread.is_filling = True
         try:
-            for layer in self.layers:
-                missing = [key for key in arguments if self._store.find(key, layer) is None]
-                if not missing:
-                    continue
-                with self._open_scope(), layer.held():  # one copy of the weights for all inputs
-                    for key in missing:
-                        with key.autocast():
-                            layer.parent(arguments[key])
+            with self._open_scope(), layer.held(), torch.no_grad():
+                for key, argument in missing.items():
+                    with key.autocast():
+                        layer.parent(argument)
         finally:
             self._thread.is_filling = False
-        for key in arguments:
-            self._store.await_use(key)
-
-
-class _CallHook(ModuleHook):
-    def __init__(self, cache: ModulationCache) -> None:
-        self.cache = cache
-
-    @override
-    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        return self.cache.call_parent(forward, module, args, kwargs)
-
-
-class _LayerHook(ModuleHook):
-    def __init__(self, cache: ModulationCache, layer: CachedLayer) -> None:
-        self.cache = cache
-        self.layer = layer
-
-    @override
-    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        return self.cache.call_layer(self.layer, forward, args, kwargs)
 
 
 def make_cache(

@@ -108,6 +108,7 @@ class _Outputs:
 
     by_layer: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     nbytes: int = 0
+    awaited_bytes: int = 0
     is_waiting: bool = False
 
 
@@ -126,7 +127,8 @@ class OutputStore:
     @property
     def room_bytes(self) -> int:
         """Bytes that outputs may take beside those that wait for their use."""
-        waiting = sum(entry.nbytes for entry in self._entries.values() if entry.is_waiting)
+        entries = self._entries.values()
+        waiting = sum(max(entry.nbytes, entry.awaited_bytes) for entry in entries if entry.is_waiting)
         return self.limit_bytes - waiting
 
     def find(self, key: InputKey, layer: CachedLayer) -> Tensor | None:
@@ -154,11 +156,16 @@ class OutputStore:
         entry.nbytes += nbytes
         self.stored_bytes += nbytes
 
-    def await_use(self, key: InputKey) -> None:
-        """Note that the outputs were computed ahead: they are the last to be forgotten."""
-        entry = self._entries.get(key)
+    def await_use(self, key: InputKey, awaited_bytes: int = 0) -> None:
+        """Note that the outputs were computed ahead, or will be: they are the last to be forgotten.
+
+        Args:
+            key: The input.
+            awaited_bytes: Room to keep for its outputs; 0: no more than those take that are there.
+        """
+        entry = self._entries.setdefault(key, _Outputs()) if awaited_bytes else self._entries.get(key)
         if entry is not None:
-            entry.is_waiting = True
+            entry.is_waiting, entry.awaited_bytes = True, awaited_bytes
 
     def is_waiting(self, key: InputKey) -> bool:
         """Return whether outputs for this input were computed ahead and not used yet."""
@@ -171,8 +178,10 @@ class OutputStore:
 
     def release_waiting(self) -> None:
         """Let outputs that wait for their use be forgotten like others."""
-        for entry in self._entries.values():
+        for key, entry in list(self._entries.items()):
             entry.is_waiting = False
+            if not entry.by_layer:
+                del self._entries[key]
 
     def note_use(self, key: InputKey) -> None:
         """Note that an output of this input was used."""
@@ -187,6 +196,8 @@ class OutputStore:
         self.stored_bytes = 0
 
     def _make_room(self, nbytes: int, key: InputKey) -> bool:
+        if self.stored_bytes + nbytes <= self.limit_bytes:
+            return True
         evictable = [other for other, entry in self._entries.items() if other != key and not entry.is_waiting]
         for other in evictable:
             if self.stored_bytes + nbytes <= self.limit_bytes:

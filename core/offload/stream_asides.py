@@ -1,7 +1,8 @@
 """Modulation layers of a streamed model: apart from their blocks, and streamed once for many steps.
 
-They are blocks of their own with one buffer for all of them. While they do not stay on the target, a
-``ModulationCache`` serves them: it brings each of them in once, for all inputs that it knows of.
+They are blocks of their own. While they do not stay on the target, a ``ModulationCache`` serves them:
+each comes in once, for all inputs that are known of, when the model calls it. Their copies run ahead
+through two buffers (``stream_aside_buffers``), beside the blocks that compute meanwhile.
 
 What this module does not do: it finds no layers (``modulation_layers``) and stores no outputs.
 """
@@ -20,8 +21,9 @@ from typing_extensions import override
 from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
 from .modulation import ModulationCache
 from .modulation_layers import CachedLayer, ModulationPlan, find_layers
+from .stream_aside_buffers import AsideBuffers
 from .stream_block import StreamBlock
-from .stream_buffers import StreamPool, TargetBuffer
+from .stream_buffers import StreamPool
 from .stream_stats import PassClock
 
 # Room for outputs, in vectors: the steps of most samplings, half as many with guidance in one batch.
@@ -58,7 +60,7 @@ class StreamAsides:
         self.cache: ModulationCache | None = None
         self._pool = pool
         self._clock = clock
-        self._buffer: TargetBuffer | None = None
+        self._buffers = AsideBuffers(self.blocks, pool, clock)
 
     def make_cache(
         self, root: nn.Module, plan: ModulationPlan, open_probe: Callable[[], AbstractContextManager[None]]
@@ -84,7 +86,7 @@ class StreamAsides:
                 open_scope=contextlib.nullcontext,
                 device=self._pool.device,
                 open_probe=open_probe,
-                fills_on_miss=True,
+                expect=self._expect,
             )
 
     @property
@@ -103,18 +105,17 @@ class StreamAsides:
 
     @property
     def least_bytes(self) -> int:
-        """Target memory when they stream: the buffer and the outputs."""
-        return max((block.master.nbytes for block in self.blocks), default=0) + self.stored_limit_bytes
+        """Target memory when they stream: the buffers and the outputs."""
+        return self._buffers.needed_bytes + self.stored_limit_bytes
 
     @property
     def target_bytes(self) -> int:
         """Target memory held now."""
         held = sum(block.held_bytes for block in self.blocks)
-        buffer = self._buffer.nbytes if self._buffer is not None else 0
-        return held + buffer + (self.cache.stored_bytes if self.cache is not None else 0)
+        return held + self._buffers.nbytes + (self.cache.stored_bytes if self.cache is not None else 0)
 
     def settle(self, *, is_resident: bool) -> None:
-        """Take the memory for all layers, or for one of them at a time.
+        """Take the memory for all layers, or for two of them at a time.
 
         Raises:
             torch.OutOfMemoryError: If there is none; what was taken is given back.
@@ -122,10 +123,9 @@ class StreamAsides:
         if not self.blocks:
             return
         if not is_resident:
-            self._drop_residents()
-            if self._buffer is None:
-                largest = max(block.master.nbytes for block in self.blocks)
-                self._buffer = TargetBuffer(self._pool.transfer, largest)
+            if self.is_resident:
+                self._drop_residents()
+            self._buffers.open()
         elif not self.is_resident:
             self.release()
             try:
@@ -156,10 +156,8 @@ class StreamAsides:
 
     def release(self) -> None:
         """Give all target memory back."""
+        self._buffers.close()
         self._drop_residents()
-        if self._buffer is not None:
-            self._pool.transfer.discard(self._buffer.flat, self._buffer.lease)
-            self._buffer = None
         if self.cache is not None:
             self.cache.clear()
 
@@ -181,29 +179,30 @@ class StreamAsides:
     def using(self, block: StreamBlock) -> Iterator[None]:
         """Have a layer's tensors on the target; whatever ends its forward, they return."""
         block.depth += 1
+        goes_on = False
         try:
             if block.depth == 1:
                 self._enter(block)
             yield
+            goes_on = True
         finally:
             block.depth -= 1
             if block.depth == 0 and block.rest is not None:
                 block.unbind_rest()
-                if block.rest.buffer is not None:
-                    self._pool.transfer.retire(block.rest.buffer.lease)
-                    block.rest.buffer = None
+                self._buffers.give_back(block, goes_on=goes_on)
 
     def _enter(self, block: StreamBlock) -> None:
-        is_waiting = not block.is_bound
-        begin = self._clock.now() if is_waiting else None
-        if block.rest is not None and block.rest.buffer is None:
-            block.rest.buffer = self._buffer or block.rest.new_buffer(self._pool.transfer)
-            block.rest.buffer.first, block.rest.buffer.stop = block.rest.first, block.rest.stop
+        begin = None if block.is_bound else self._clock.now()
+        self._buffers.take(block)
         block.fill(self._pool)
         block.bind(self._pool.transfer)
         if begin is not None:
             self._clock.waited(begin, self._clock.now())
         block.apply_changes(self._pool)
+
+    def _expect(self, layers: Sequence[CachedLayer]) -> None:
+        wanted = {id(layer.linear) for layer in layers}
+        self._buffers.expect([block for block in self.blocks if id(block.plan.module) in wanted])
 
     def _drop_residents(self) -> None:
         self.is_resident = False
