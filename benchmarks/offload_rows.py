@@ -46,7 +46,8 @@ ROWS = {
         "ferry",
         "ferry, inputs on the host",
         "ferry, not recorded",
-        "ferry, prefetch over the step",
+        "ferry, kept over the step",
+        "ferry, inputs on the host, kept over the step, three slots",
         "ferry, modulation",
         "ferry, budget",
         "diffsynth",
@@ -289,6 +290,7 @@ def _attach_qwen(job: Job, model: nn.Module) -> Step:
         cpu_offload_split_threshold=800,
         budget=budget,
         modulation=modulation,
+        recompute_cache_mb=3 * 660 if "three slots" in job.row else None,
         prefetch_next_forward="over the step" in job.row,
     )
     return job.manager.after_backward

@@ -74,7 +74,8 @@ class OffloadTrainingManager:
         plan: Keep what this says, from the start.
         pinning: What pins host memory, and how much; None: on CUDA, all that the limits allow.
         shared_masters: Host memory in which the frozen weights are common to several processes.
-        prefetch_next_forward: ``after_backward()`` starts copies for the next forward; see ``prefetch``.
+        prefetch_next_forward: A forward begins with the frozen weights that the backward before it ended
+            with, and ``after_backward()`` starts copies of what comes next; see ``prefetch``.
 
     Attributes:
         modulation_cache: None unless ``modulation`` was given.
@@ -128,6 +129,7 @@ class OffloadTrainingManager:
             pinning = HostPinning(budget_bytes=None if budget is None else budget.pin_bytes)
         engine = Engine(config, manager=self)
         engine.store.pinning, engine.store.shared_masters = pinning, shared_masters
+        engine.residency.keeps_frozen = prefetch_next_forward
         self._attach(model, engine)
         if budget is not None and plan is None:
             self.tuner = ResidencyTuner(engine, budget)

@@ -9,10 +9,11 @@ Room is taken only from what is free within the limit, and from buckets whose ba
 looking ahead must not push out what the running backward still needs.
 
 After a backward nothing is left of it on the target, and the next forward would begin with a wait. Where that
-is asked for, the copies of what it begins with are started before the optimizer's step. Only frozen
-parameters are: an optimizer changes all others. Whatever changes one between steps counts its version up,
-and the forward that comes fetches it again; a write through ``.data`` alone leaves no trace, so it must
-come before ``after_backward()`` or after a forward. They take room within the limit of streamed weights.
+is asked for, it begins with the weights that the backward ended with, which are still in their slots, and
+the copies of what else fits are started before the optimizer's step. Only frozen parameters are: an
+optimizer changes all others. Whatever changes one counts its version up, and the forward that comes fetches
+it again; a write through ``.data`` alone leaves no trace and must not be made while the manager is attached.
+They take room within the limit of streamed weights.
 
 What this module does not do: it moves nothing; ``residency`` does.
 """

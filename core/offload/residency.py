@@ -27,6 +27,9 @@ class Residency:
     Args:
         transfer: Does the copies.
         cache_limit_bytes: Limit for cached buckets and for free slots kept for reuse.
+
+    Attributes:
+        keeps_frozen: Whether a free slot may be taken back after a pass too, if it holds frozen parameters.
     """
 
     def __init__(self, transfer: Transfer, cache_limit_bytes: int) -> None:
@@ -34,6 +37,7 @@ class Residency:
         self.pool = SlotPool(transfer)
         self.cache_limit_bytes = cache_limit_bytes
         self.resident_set_bytes = 0
+        self.keeps_frozen = False
         self.peak_resident_bytes = 0
         self.kept_bytes = 0
         self._streamed_in_bytes = 0
@@ -181,8 +185,11 @@ class Residency:
         self.pool.trim(self.cache_limit_bytes)
 
     def forget_contents(self) -> None:
-        """Take nothing back from free slots: from here on masters may change without leaving a trace."""
-        self.pool.forget_contents()
+        """Take nothing back from free slots: from here on masters may change without leaving a trace.
+
+        Frozen parameters only stay known where ``keeps_frozen`` says that every change of them leaves one.
+        """
+        self.pool.forget_contents(but_frozen=self.keeps_frozen)
 
     def _load(self, bucket: Bucket) -> Slot:
         self._sweep()

@@ -102,10 +102,14 @@ class SlotPool:
                 return slot
         return None
 
-    def forget_contents(self) -> None:
-        """Let nobody take a free slot back: masters may change now without leaving a trace."""
+    def forget_contents(self, *, but_frozen: bool = False) -> None:
+        """Let nobody take a free slot back: masters may change now without leaving a trace.
+
+        ``but_frozen``: those of frozen parameters only do not.
+        """
         for slot in self._free:
-            slot.bucket = None
+            if not (but_frozen and slot.bucket is not None and slot.bucket.is_constant()):
+                slot.bucket = None
 
     def release(self, slot: Slot) -> None:
         """Take a slot back that nobody views."""

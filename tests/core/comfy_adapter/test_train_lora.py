@@ -436,8 +436,8 @@ def test_gradients_on_a_gpu(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["both", "both, larger parts", "both, optimizer on cpu"])
 def test_a_gpu_holds_a_part_of_the_model(mode):
-    sizes = {"hidden_size": 1536, "num_heads": 12, "axes_dim": [16, 56, 56], "depth": 4,
-             "depth_single_blocks": 12, "dtype": torch.bfloat16}  # fmt: skip
+    sizes = {"hidden_size": 1024, "num_heads": 8, "axes_dim": [16, 56, 56], "depth": 6,
+             "depth_single_blocks": 32, "dtype": torch.bfloat16}  # fmt: skip
     model = PATCHERS["flux"].build(load_device="cuda", **sizes)
     before = values(model)
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
@@ -448,7 +448,8 @@ def test_a_gpu_holds_a_part_of_the_model(mode):
     peak = torch.cuda.max_memory_allocated() - start
     print(f"{mode}: weights {weight_bytes >> 20} MB, peak {peak >> 20} MB, {result.loss_map}")
     assert all(math.isfinite(loss) for loss in result.loss_map["loss"])
-    assert peak < 0.25 * weight_bytes  # 0.11 is seen
+    # Two blocks of each kind (0.15), and what recordings keep for each kind.
+    assert peak < (0.25 if "parts" in mode else 0.4) * weight_bytes
     assert torch.cuda.memory_allocated() - start < 0.05 * weight_bytes
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
     assert all(parameter.device.type == "cpu" for parameter in model.model.parameters())

@@ -370,8 +370,9 @@ def test_layer_major_accumulation():
             backward_layer_major(manager, sequence, batches[:count])
             manager.after_backward()
             moved.append(manager.stats().moved_to_target_bytes - before)
-        # At most a block that is still there from the pass before is not copied again.
-        assert moved[0] <= moved[1] < 1.5 * moved[0]
+        # At most a block that is still there from the pass before is not copied again; nothing is offloaded
+        # where all that is trained stays on the GPU.
+        assert moved[0] <= moved[1] < 1.5 * moved[0] if on_host else moved == [0, 0]
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert_close(mine.grad.cpu(), other.grad.cpu(), 1e-5)
         manager.remove()

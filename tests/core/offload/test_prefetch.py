@@ -115,6 +115,23 @@ def test_another_order_is_only_a_wrong_guess():
         assert manager.resident_bytes == 0
 
 
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+def test_what_a_pass_ended_with_is_not_copied_for_the_next(checkpointing):
+    """The slots' blocks are there at the turn, and, where that is asked for, in the next step."""
+    for keeps, spared in ((False, 2), (True, 4)):
+        model = Blocks(checkpointing)
+        manager = OffloadTrainingManager(model, "cpu", prefetch_next_forward=keeps)
+        moved = []
+        for _ in range(4):
+            before = manager.stats().moved_to_target_bytes
+            step(model)
+            manager.after_backward()
+            moved.append((manager.stats().moved_to_target_bytes - before) // ONE)
+        assert moved[1:] == [2 * COUNT - spared] * 3
+        assert manager.stats().peak_resident_bytes <= 2 * ONE and manager.stats().slot_bytes <= 2 * ONE
+        manager.remove()
+
+
 def test_copies_for_the_next_forward_start_at_the_end_of_a_step_and_no_write_is_missed():
     """As many as fit the limit, frozen ones only; what is written between steps is fetched again."""
     torch.manual_seed(0)
