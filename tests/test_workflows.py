@@ -10,6 +10,7 @@ from ferry_support.graph_check import missing_nodes, problems
 from ferry_support.make_model_workflows import NEWER, OLDER, PAGE, build_all, definitions, dump, render_page
 from ferry_support.make_workflow import CACHING_WORKFLOW, WORKFLOW, build_caching_workflow, build_workflow
 from ferry_support.node_definitions import read_definitions
+from ferry_support.readme_matrix import README, read_matrix, render, workflows_of
 from ferry_support.workflow_models import MODELS
 from PIL import Image
 
@@ -57,6 +58,12 @@ def test_the_files_and_the_page_are_what_the_script_writes():
             f"{path.name}: run `python -m support.make_workflow` in tests"
         )
     assert PAGE.read_text(encoding="utf-8") == render_page()
+
+
+def test_the_readme_has_every_model_with_its_workflows_and_what_the_parity_tests_saw():
+    rows = [workflows_of(row) for row in read_matrix()]
+    assert sorted(model.key for models in rows for model in models) == sorted(model.key for model in MODELS)
+    assert README.read_text(encoding="utf-8") == render(), "run `python -m support.readme_matrix` in tests"
 
 
 def test_a_loader_offers_the_download_of_each_file_that_its_note_names():
