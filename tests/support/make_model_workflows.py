@@ -22,7 +22,12 @@ from .workflow_sheet import Sheet
 FOLDER = PACK / "workflows"
 PAGE = PACK / "docs" / "workflows.md"
 OLDER, NEWER = "0.3.75", "0.33.0"
-_TRAINING_FOLDER = "my_pictures"
+# What the two data nodes are set to, by kind of examples.
+_DATA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pictures": ({"folder": "my_pictures"}, {}),
+    "pairs": ({"folder": "my_pictures", "control_folder": "my_originals"}, {}),
+    "videos": ({"folder": "my_videos"}, {"start_image": "first frame"}),
+}
 _INTRO = """\
 # Workflows
 
@@ -66,13 +71,13 @@ def training_graph(object_info: dict[str, Any], model: WorkflowModel) -> dict[st
     sheet.column(1)
     parts = load(sheet, model, None)
     sheet.column(2)
+    folders, encoding = _DATA[model.examples]
     (pictures,) = sheet.add(
-        "FerryLoadTrainingFolder",
-        folder=_TRAINING_FOLDER,
-        resolution=model.resolution,
-        caption_dropout=0.05,
+        "FerryLoadTrainingFolder", **folders, resolution=model.resolution, caption_dropout=0.05
     )
-    (data,) = sheet.add("FerryCacheTrainingData", training_set=pictures, clip=parts.clip, vae=parts.vae)
+    (data,) = sheet.add(
+        "FerryCacheTrainingData", training_set=pictures, clip=parts.clip, vae=parts.vae, **encoding
+    )
     names = [""] if len(parts.models) == 1 else ["_high", "_low"]
     trained = []
     for column, (name, loaded) in enumerate(zip(names, parts.models, strict=True), start=3):

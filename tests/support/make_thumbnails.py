@@ -27,6 +27,7 @@ _TINY_FILES = (
     "diffusion_models/ferry_tiny_wan", "vae/ferry_tiny_wan_vae", "conditioning/ferry_digit_3",
     "conditioning/ferry_empty", "text_encoders/umt5_xxl_fp8_e4m3fn_scaled",
 )  # fmt: skip
+_FOLDERS = ("my_pictures", "my_originals", "my_videos", "ferry_style")
 _QUIET = """() => { const style = document.createElement('style'); style.textContent =
     '.p-dialog-mask, .p-toast, .p-panel, .p-buttongroup { display: none !important; }';
     document.head.append(style); }"""
@@ -47,7 +48,7 @@ def _name_files(base: Path) -> None:
         path = base / "models" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    for name in ("example.png", "my_pictures/one.png", "ferry_style/one.png"):
+    for name in ("example.png", *(f"{folder}/one.png" for folder in _FOLDERS)):
         path = base / "input" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (64, 64)).save(path)

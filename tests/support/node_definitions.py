@@ -32,8 +32,8 @@ STOCK_NODES = frozenset(
 """Those of ComfyUI that the shipped workflows use."""
 
 FILE_INPUTS = frozenset(
-    """ckpt_name clip_name clip_name1 clip_name2 conditioning_name folder image resume_from text_encoder
-    unet_name vae_name""".split()
+    """ckpt_name clip_name clip_name1 clip_name2 conditioning_name control_folder folder image resume_from
+    text_encoder unet_name vae_name""".split()
 )
 """Inputs whose choices are files, which differ from machine to machine."""
 

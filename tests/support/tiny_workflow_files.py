@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import save_file
 
@@ -173,10 +174,28 @@ def _write_model(path: Path, kind: str, config: Config) -> None:
 
 
 def write_pictures(base: Path, comfyui: Path) -> None:
-    """Put what the workflows read into the folder ``input``: a picture and a training set of three."""
-    folder = base / "input" / "my_pictures"
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(comfyui / "input" / "example.png", base / "input" / "example.png")
+    """Put what the workflows read into the folder ``input``: a picture, and training sets of three."""
+    root, example = base / "input", comfyui / "input" / "example.png"
+    for name in ("my_pictures", "my_originals", "my_videos"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(example, root / "example.png")
     for number in range(3):
-        shutil.copyfile(comfyui / "input" / "example.png", folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text(f"picture {number}", encoding="utf-8")
+        for name in ("my_pictures", "my_originals"):
+            shutil.copyfile(example, root / name / f"{number}.png")
+        for name in ("my_pictures", "my_videos"):
+            (root / name / f"{number}.txt").write_text(f"example {number}", encoding="utf-8")
+        _write_video(root / "my_videos" / f"{number}.mp4")
+
+
+def _write_video(path: Path) -> None:
+    """Write a second of a square that moves."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=16)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for place in range(0, 64, 4):
+            pixels = numpy.zeros((64, 64, 3), dtype=numpy.uint8)
+            pixels[:, place : place + 8] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())

@@ -58,6 +58,7 @@ class WorkflowModel:
         noise: How the sampler is driven, a key of ``workflow_graphs.SAMPLERS``.
         newer_only: Whether ComfyUI 0.3.75 lacks the model, its text encoder or its nodes.
         trainable: Whether there is a training workflow.
+        examples: What it is trained on, a key of ``workflow_notes.EXAMPLES``.
         resolution: Of the training pictures.
     """
 
@@ -87,6 +88,7 @@ class WorkflowModel:
     noise: str = "ksampler"
     newer_only: bool = False
     trainable: bool = False
+    examples: str = "pictures"
     resolution: int = 1024
 
     @property
@@ -196,7 +198,7 @@ MODELS: tuple[WorkflowModel, ...] = (
         _QWEN, key="qwen_image_edit_2509", title="Qwen-Image-Edit-2509", task="edit with two references",
         models=(diffusion(EDIT_REPO, "qwen_image_edit_2509_fp8_e4m3fn.safetensors"),),
         recipe="qwen_edit_plus", prompt="put what image 2 shows into image 1", shift=(_AURA, 3.0),
-        cfg_norm=True, trainable=False,
+        cfg_norm=True, examples="pairs",
     ),
     replace(
         _QWEN, key="qwen_image_edit_2511", title="Qwen-Image-Edit-2511", task="edit with two references",
@@ -251,7 +253,7 @@ MODELS: tuple[WorkflowModel, ...] = (
             diffusion(WAN22_REPO, f"wan2.2_i2v_{noise}_noise_14B_fp8_scaled.safetensors")
             for noise in ("high", "low")
         ),
-        trainable=False,
+        examples="videos", resolution=480,
     ),
     _WAN22_5B,
     replace(

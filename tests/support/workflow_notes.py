@@ -14,14 +14,25 @@ The first run starts a worker process a GPU and loads the weights there; later r
 _WITH_CFG = """`gpus` must be the product of the degrees: for 4 GPUs set `ulysses_degree` to 2, for 8 to 4."""
 _WITHOUT_CFG = """`gpus` must be the product of the degrees: for 4 GPUs set `ulysses_degree` to 4. There is
 one prompt only, so `cfg_degree` stays 1."""
-_TRAINING = """\
+EXAMPLES = {
+    "pictures": """\
 1. Make the folder `input/my_pictures` in ComfyUI: pictures, and for each a text file of its name with
-   the caption (`cat.png`, `cat.txt`). Reload the page, and choose the folder if it is not chosen.
-2. Run. Pictures and captions are encoded once, to disk; then text encoder and VAE leave the GPU.
+   the caption (`cat.png`, `cat.txt`). Reload the page, and choose the folder if it is not chosen.""",
+    "pairs": """\
+1. Make two folders in ComfyUI's `input`: `my_pictures` with the results, and for each a text file of its
+   name with the instruction (`house.png`; `house.txt`: *make it winter*); `my_originals` with the
+   pictures from before the edit, under the same names. Reload the page, and choose them if they are not.""",
+    "videos": """\
+1. Make the folder `input/my_videos` in ComfyUI: videos, and for each a text file of its name with the
+   caption (`wave.mp4`, `wave.txt`). Reload the page, and choose the folder if it is not chosen. Each
+   video starts from its own first frame (`start_image`); `video_frames` of it are taken.""",
+}
+_TRAINING = """\
+2. Run. Examples and captions are encoded once, to disk; then text encoder and VAE leave the GPU.
 3. The LoRA is saved in `output/loras`. It fits the stock *Load LoRA*.
 
 `rank`, `alpha` and `learning_rate` at 0 and the choices at auto become what suits the model; the node says
-which values it took. 100 steps for each picture are a start, 1000 to 3000 in all."""
+which values it took. 100 steps for each example are a start, 1000 to 3000 in all."""
 _EXPERTS = """
 
 The model has two experts, each with a LoRA of its own: the left node trains on much noise, the right
@@ -52,4 +63,5 @@ def sampling_note(model: WorkflowModel, mode: Mode) -> str:
 def training_note(model: WorkflowModel) -> str:
     """Return the note of a training workflow, in Markdown."""
     experts = _EXPERTS if len(model.models) > 1 else ""
-    return f"## {model.title}: train a LoRA\n\n{_TRAINING}{experts}\n\n{_downloads(model)}"
+    steps = f"{EXAMPLES[model.examples]}\n{_TRAINING}{experts}"
+    return f"## {model.title}: train a LoRA\n\n{steps}\n\n{_downloads(model)}"

@@ -12,6 +12,7 @@ def shrink(prompt: Prompt) -> Prompt:
     """Return the prompt with sizes of 64 pixels and 9 frames, and two steps; nothing else changes."""
     small = {"width": _SIZE_PX, "height": _SIZE_PX, "length": _FRAMES, "frames_number": _FRAMES}
     small |= {"steps": _STEPS, "largest_size": _SIZE_PX, "megapixels": 0.01, "resolution": _SIZE_PX}
+    small |= {"video_frames": _FRAMES}
     result = {}
     for node_id, node in prompt.items():
         inputs = dict(node["inputs"])
