@@ -8,7 +8,6 @@ inference mode, and the weights of a model loaded there cannot be saved for a ba
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
-from ..training import is_linear
 from .model_stream import release_stream
 from .streamed_patcher import StreamedPatcher
 from .training import check_noise_model
@@ -98,7 +96,7 @@ def borrowed_model(model: Any, *, dtype: torch.dtype, keep_on_host: bool) -> Ite
         try:
             patcher.patch_model(device_to=patcher.offload_device if keep_on_host else patcher.load_device)
             patcher.pre_run()
-            with torch.inference_mode(False), torch.enable_grad(), in_training(patcher.model):
+            with torch.inference_mode(False), torch.enable_grad(), in_training():
                 with _normal_tensors(patcher.model):
                     yield patcher
         finally:
@@ -147,33 +145,24 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_training(model: nn.Module) -> Iterator[None]:
+def in_training() -> Iterator[None]:
     """Tell ComfyUI to keep to code that has gradients."""
     management: Any = comfy.model_management
+    ops: Any = comfy.ops
+    fp8_linear = ops.fp8_linear
     has_flag = hasattr(management, "in_training")
-    # Those of 0.33 take it whenever no gradient is wanted, so a block's first run would differ from its
-    # second.
-    fast = [module for module in model.modules() if isinstance(module, comfy.ops.fp8_ops.Linear)]
     before = management.in_training if has_flag else False
-    # fp8 layers of 0.3.75 take their matmul without a gradient unless they are in training mode; for
-    # a Linear the mode means nothing else.
-    switched = [module for module in model.modules() if is_linear(module) and not module.training]
     try:
         if has_flag:
             management.in_training = True
-        for module in switched:
-            module.training = True
-        for module in fast:
-            forward = comfy.ops.manual_cast.Linear.forward_comfy_cast_weights
-            vars(module)["forward_comfy_cast_weights"] = types.MethodType(forward, module)
+        # It has no gradient. Some layers take it where none is wanted, so that a block's first run would
+        # differ from its second; others fail in it. Given None, all of them go on with a plain matmul.
+        ops.fp8_linear = lambda layer, x: None
         yield
     finally:
         if has_flag:
             management.in_training = before
-        for module in switched:
-            module.training = False
-        for module in fast:
-            vars(module).pop("forward_comfy_cast_weights")
+        ops.fp8_linear = fp8_linear
 
 
 @contextlib.contextmanager

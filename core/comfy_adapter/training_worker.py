@@ -41,7 +41,7 @@ class TrainingWorker:
         for path, attributes in message["casting"].items():
             vars(self.module.get_submodule(path)).update(attributes)
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(in_training(self.module))
+        self._stack.enter_context(in_training())
         network = prepared_network(
             self.module,
             LoraConfig(**message["lora"]),

@@ -6,10 +6,11 @@ Legend: ``F`` frames (1 for a picture), ``H`` ``W`` pixels; values are 0 to 1 in
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +18,20 @@ from .buckets import Bucket
 
 # Modes whose values Pillow keeps as 16 bit; all end up as one channel of 0 to 65535.
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+# What Pillow's readers raise on files that are not sound.
+_BROKEN_FILE_ERRORS = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+)
 # 32-bit integers and floats: the file does not say what is white.
 _NO_RANGE = ("I", "F")
 
@@ -41,7 +56,7 @@ def decode_picture(content: bytes) -> Tensor:
             image.load()
             upright = ImageOps.exif_transpose(image)
             return torch.from_numpy(_pixels(upright)).unsqueeze(0)
-    except (OSError, ValueError, SyntaxError, EOFError, UnidentifiedImageError) as error:
+    except _BROKEN_FILE_ERRORS as error:
         raise UnreadablePictureError(f"cannot be read ({_first_line(error)})") from error
     except Image.DecompressionBombError as error:
         raise UnreadablePictureError(f"has too many pixels ({_first_line(error)})") from error

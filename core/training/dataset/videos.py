@@ -41,6 +41,9 @@ def decode_frames(content: bytes, *, num_frames: int, rate_hz: float) -> Tensor:
             chosen = list(_chosen_frames(container, num_frames=num_frames, rate_hz=rate_hz))
     except (av.FFmpegError, ValueError) as error:
         raise UnreadablePictureError(f"cannot be read ({str(error).splitlines()[0]})") from error
+    sizes = sorted({frame.shape[1::-1] for frame in chosen})
+    if len(sizes) > 1:
+        raise UnreadablePictureError(f"changes its size from {sizes[0]} to {sizes[1]} pixels")
     if len(chosen) < num_frames:
         at = f" at {rate_hz:g} frames a second" if rate_hz else ""
         raise UnreadablePictureError(f"has {len(chosen)} frames{at}, fewer than {num_frames}")

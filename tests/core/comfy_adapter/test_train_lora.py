@@ -511,18 +511,25 @@ def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
     assert (trained[0] - merged).norm() <= 2e-5 * (bare - merged).norm() + 1e-5 * bare.norm()
 
 
-def test_fp8_layers_that_multiply_in_fp8_are_trained_with_the_gradient_of_what_they_compute():
-    """`weight_dtype` fp8_e4m3fn_fast: their own matmul has no gradient."""
+def test_fp8_layers_that_multiply_in_fp8_are_trained_by_a_matmul_with_a_gradient():
+    """`weight_dtype` fp8_e4m3fn_fast: their own matmul has none."""
     import comfy.ops
 
-    losses = []
-    for operations in (comfy.ops.fp8_ops, comfy.ops.manual_cast):
-        model = PATCHERS["flux"].build(dtype=torch.float8_e4m3fn, operations=operations)
-        model.model.manual_cast_dtype = torch.float32
-        before = attributes(model)
-        losses.append(train("flux", model, compute_dtype="fp32").loss_map["loss"])
-        assert attributes(model) == before
-    assert losses[0] == losses[1]
+    kinds = [(comfy.ops.fp8_ops, comfy.ops.manual_cast)]
+    if hasattr(comfy.ops, "scaled_fp8_ops"):  # until 0.3.75
+        fp8 = {"override_dtype": torch.float8_e4m3fn}
+        kinds.append(tuple(comfy.ops.scaled_fp8_ops(fp8_matrix_mult=fast, **fp8) for fast in (True, False)))
+    original = comfy.ops.fp8_linear
+    for kind in kinds:
+        losses = []
+        for operations in kind:
+            model = PATCHERS["flux"].build(dtype=torch.float8_e4m3fn, operations=operations)
+            model.model.manual_cast_dtype = torch.float32
+            before = attributes(model)
+            losses.append(train("flux", model, compute_dtype="fp32").loss_map["loss"])
+            assert attributes(model) == before
+        assert losses[0] == losses[1]
+    assert comfy.ops.fp8_linear is original
 
 
 def quantized_flux():

@@ -91,6 +91,29 @@ def test_what_cannot_be_used_says_why(content, why):
         decode_picture(content)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow
+def test_damaged_files_of_every_kind_are_read_or_refused():
+    """Whatever Pillow's readers stumble over, the file is named in the list of offenders."""
+    exif = Image.Exif()
+    exif[0x112], exif[0x10E] = 6, "a cat"
+    whole = [
+        encoded(Image.effect_noise((16, 12), 80), kind) for kind in ("PNG", "TIFF", "GIF", "WEBP", "AVIF")
+    ]
+    whole.append(encoded(Image.effect_noise((16, 12), 80), "JPEG", exif=exif))
+    random = numpy.random.default_rng(0)
+    refused = 0
+    for content in whole:
+        for _ in range(200):
+            damaged = bytearray(content)
+            for place in random.integers(0, min(len(damaged), 400), 4):
+                damaged[place] = random.integers(256)
+            try:
+                decode_picture(bytes(damaged))
+            except UnreadablePictureError:
+                refused += 1
+    assert 100 < refused < 1200
+
+
 def test_a_picture_covers_its_bucket_about_the_middle():
     pixels = torch.zeros(1, 40, 100, 3)
     pixels[:, :, 45:55] = 1.0  # the middle column band

@@ -39,6 +39,22 @@ def test_the_rate_decides_which_frames_are_taken():
     assert shown(video(6, 8), num_frames=5, rate_hz=16) == [0, 0, 1, 1, 2]
 
 
+def test_a_video_that_changes_its_size_is_refused():
+    parts = []
+    for width in (32, 48):
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="mpeg2video") as container:
+            stream = container.add_stream("mpeg2video", rate=25)
+            stream.width, stream.height, stream.pix_fmt = width, 32, "yuv420p"
+            for _ in range(4):
+                pixels = numpy.zeros((32, width, 3), numpy.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            container.mux(stream.encode())
+        parts.append(buffer.getvalue())
+    with pytest.raises(UnreadablePictureError, match=r"changes its size from \(32, 32\) to \(48, 32\)"):
+        decode_frames(b"".join(parts), num_frames=8, rate_hz=0)
+
+
 def test_a_video_that_is_too_short_is_refused():
     assert len(shown(video(8, 8), num_frames=8, rate_hz=0)) == 8
     assert len(shown(video(8, 8), num_frames=16, rate_hz=16)) == 16
