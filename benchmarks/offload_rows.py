@@ -47,8 +47,9 @@ ROWS = {
         "ferry, inputs on the host",
         "ferry, not recorded",
         "ferry, kept over the step",
-        "ferry, inputs on the host, kept over the step, three slots",
         "ferry, modulation",
+        "ferry, inputs on the host, modulation",
+        "ferry, inputs on the host, modulation within the step",
         "ferry, budget",
         "diffsynth",
         "musubi",
@@ -222,7 +223,7 @@ def _build_qwen(job: Job) -> Step:
 
     def step() -> None:
         nonlocal done, prepared
-        if done == prepared and "modulation" in job.row:
+        if done == prepared and job.row.endswith("modulation"):  # else the backward has the forward's
             begin = time.perf_counter()
             prepared += job.manager.modulation_cache.precompute(forwards[done:])
             if torch.device(job.device).type == "cuda":
@@ -290,7 +291,6 @@ def _attach_qwen(job: Job, model: nn.Module) -> Step:
         cpu_offload_split_threshold=800,
         budget=budget,
         modulation=modulation,
-        recompute_cache_mb=3 * 660 if "three slots" in job.row else None,
         prefetch_next_forward="over the step" in job.row,
     )
     return job.manager.after_backward
