@@ -17,9 +17,10 @@ FULL_WIDTH = {"flux": 3072, "qwen": 3072, "wan": 5120, "z-image": 3840, "sd3": 2
 # factor of the networks of width 48. With its own width's, 13.7, 40 steps do not learn half as much.
 TINY_WIDTH = {"flux": 48, "qwen": 48, "wan": 48, "z-image": 60, "sd3": 128, "sdxl": 128}
 STEPS = {"z-image": 40, "FLUX.2-klein": 60}
+BATCH_SIZE = {"FLUX.2-klein": 1}  # its captions are padded to 512 tokens
 # The last 8 losses by the first 8, and the sample's distance from the picture with by without the LoRA.
 # Seen over three seeds: flux 0.30-0.36 and 0.35, qwen 0.49-0.62 and 0.81-0.88, wan 0.44-0.47 and 0.45,
-# sd3 0.45-0.48 and 0.59, sdxl 0.70-0.77 and 0.82-0.84, klein 0.47-0.59 and 0.72-0.74, LongCat 0.48-0.53 and
+# sd3 0.45-0.48 and 0.59, sdxl 0.70-0.77 and 0.82-0.84, klein 0.45-0.56 and 0.78-0.85, LongCat 0.48-0.53 and
 # 0.69-0.72, Ovis 0.55-0.66 and 0.78-0.85, Z-Image 0.60-0.64 and 0.83-0.85.
 LIMITS = {
     "flux": (0.5, 0.5),
@@ -90,9 +91,8 @@ def overfit(kind, *, seed=0, **changes):
     model = tiny.build()
     wider = FULL_WIDTH.get(kind, 3072) / TINY_WIDTH.get(kind, 48)
     rate = fill_auto(model, node_values()).values["learning_rate"] * wider
-    widgets = node_values(
-        **({"steps": STEPS.get(kind, 24), "batch_size": 2, "seed": seed, "learning_rate": rate} | changes)
-    )
+    usual = {"steps": STEPS.get(kind, 24), "batch_size": BATCH_SIZE.get(kind, 2)}
+    widgets = node_values(**(usual | {"seed": seed, "learning_rate": rate} | changes))
     filled = fill_auto(model, widgets)
     latent = {"samples": 0.5 * noise(1, *tiny.latent_shape, seed=3)}
     caption = tiny.caption(1)
@@ -124,10 +124,7 @@ def with_lora(model, lora):
 @pytest.mark.parametrize(
     "kind",
     # Wan's two experts have a test of their own.
-    [
-        pytest.param(kind, marks=[pytest.mark.slow] if kind in ("FLUX.2-klein", "wan") else [])
-        for kind in LIMITS
-    ],
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind == "wan" else []) for kind in LIMITS],
 )
 def test_the_defaults_learn_one_picture(kind):
     model, target, caption, result = overfit(kind)

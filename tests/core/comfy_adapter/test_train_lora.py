@@ -532,46 +532,29 @@ def test_fp8_layers_that_multiply_in_fp8_are_trained_by_a_matmul_with_a_gradient
     assert comfy.ops.fp8_linear is original
 
 
-def quantized_flux():
-    """A tiny Flux whose block layers hold fp8 weights with a scale, as ComfyUI 0.33 loads them."""
-    import json
-
+def test_quantized_layers_are_trained_on_or_refused_by_name():
+    """Files of ComfyUI 0.33's own formats, with scales for the inputs of some layers."""
     import comfy.ops
-
-    values = {}
-    for name, value in PATCHERS["flux"].build().model.diffusion_model.state_dict().items():
-        values[name] = value
-        if name.endswith(".weight") and "blocks" in name and value.ndim == 2:
-            scale = value.abs().max() / 448
-            values[name] = (value / scale).to(torch.float8_e4m3fn)
-            values[f"{name}_scale"] = scale.float()
-            kind = json.dumps({"format": "float8_e4m3fn"}).encode()
-            values[name.replace(".weight", ".comfy_quant")] = torch.tensor(list(kind), dtype=torch.uint8)
-    model = PATCHERS["flux"].build(operations=comfy.ops.mixed_precision_ops({}, torch.float32))
-    with torch.inference_mode():
-        model.model.diffusion_model.load_state_dict(values)
-    return model
-
-
-@pytest.mark.parametrize("algorithm", ["LoKr", "DoRA"])
-def test_quantized_layers_are_trained_on_or_refused_by_name(algorithm):
-    import comfy.ops
+    from ferry_support.quantized_patchers import quantized_patcher
 
     if "disabled" not in inspect.signature(comfy.ops.mixed_precision_ops).parameters:
         pytest.skip("ComfyUI 0.3.75 has no QuantizedTensor of comfy_kitchen")
-    model = quantized_flux()
-    weight = model.model.diffusion_model.double_blocks[0].img_attn.qkv.weight
-    assert type(weight).__name__ == "QuantizedTensor"
-    if algorithm == "DoRA":
-        with pytest.raises(RequestError, match=r"double_blocks\.0\..*\(QuantizedTensor\)"):
-            train("flux", model, lora={"algorithm": algorithm}, compute_dtype="fp32")
-        return
-    results = [
-        train("flux", tested, lora={"algorithm": algorithm}, compute_dtype="fp32", **mode)
-        for tested, mode in ((model, MODES["both"]), (quantized_flux(), PLAIN), (None, PLAIN))
-    ]
-    losses = [result.loss_map["loss"] for result in results]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    # Three bits of mantissa: 5 % is seen.
-    assert losses[0] != losses[2]
-    assert losses[0] == pytest.approx(losses[2], rel=0.15)
+    with pytest.raises(RequestError, match=r"double_blocks\.0\..*\(QuantizedTensor\)"):
+        train("flux", quantized_patcher("flux"), lora={"algorithm": "DoRA"}, compute_dtype="fp32")
+    plain = train("flux", compute_dtype="fp32", **PLAIN).loss_map["loss"]
+    # How far the losses are from those of the plain weights: 4 bits, 3 of mantissa, 8.
+    for form, algorithm, tolerance in (
+        ("nvfp4", "LoRA", 0.5),
+        ("float8_e4m3fn", "LoKr", 0.15),
+        ("int8_tensorwise", "LoHa", 0.15),
+    ):
+        streamed, whole = (
+            train(
+                "flux", quantized_patcher("flux", form), lora={"algorithm": algorithm}, compute_dtype="fp32",
+                **mode,
+            ).loss_map["loss"]
+            for mode in (MODES["both"], PLAIN)
+        )  # fmt: skip
+        assert streamed == pytest.approx(whole, rel=1e-5), form
+        assert streamed != plain, form
+        assert streamed == pytest.approx(plain, rel=tolerance), form
