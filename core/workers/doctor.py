@@ -92,9 +92,7 @@ def _system() -> Iterator[Finding]:
 
 
 def _gpus(links: Mapping[str, Any]) -> Iterator[Finding]:
-    driver = _driver_version()
-    if driver is not None:
-        yield Finding("NVIDIA driver", driver)
+    yield from _driver()
     if links["failure"] is not None:
         remedy = "Try NCCL_P2P_DISABLE=1; then check PCIe ACS and the IOMMU in the BIOS, and the driver."
         yield Finding("GPU probe", links["failure"], "problem", remedy)
@@ -121,7 +119,7 @@ def _links(links: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(subject, seen, "note", "CFG parallel needs little of it; prefer it to Ulysses.")
         else:
             yield Finding(subject, seen)
-    if links["nccl"] is not None:
+    if links["nccl"] is not None and links["nccl"]["right"]:  # otherwise it is the probe's failure
         yield Finding("NCCL", f"{links['nccl']['version']}, sums over all GPUs are right")
 
 
@@ -145,8 +143,9 @@ def _host() -> Iterator[Finding]:
     remedy = "Only RDMA networks need more (ulimit -l unlimited); CUDA pins memory past this limit."
     yield Finding("limit of locked memory", seen, "ok", remedy if limited else "")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    remedy = "Raise it: ulimit -n 4096." if files < 1024 else ""
-    yield Finding("limit of open files", str(files), "problem" if files < 256 else "ok", remedy)
+    state = "problem" if files < 256 else "note" if files < 1024 else "ok"
+    remedy = "" if state == "ok" else "Raise it: ulimit -n 4096."
+    yield Finding("limit of open files", str(files), state, remedy)
 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -169,14 +168,22 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(f"variable {name}", value, "note", remedy)
 
 
-def _driver_version() -> str | None:
-    """Return what nvidia-smi says, None where there is none."""
+def _driver() -> Iterator[Finding]:
+    """Yield what nvidia-smi says, nothing where there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
-        return "nvidia-smi does not answer"
-    return ", ".join(sorted(set(done.stdout.split()))) or "nvidia-smi lists no GPU"
+        remedy = "The driver hangs: look for Xid errors in dmesg, and start the machine anew."
+        yield Finding("NVIDIA driver", "nvidia-smi does not answer", "problem", remedy)
+        return
+    versions = ", ".join(sorted(set(done.stdout.split())))
+    if done.returncode == 0 and versions:
+        yield Finding("NVIDIA driver", versions)
+        return
+    said = (done.stderr or done.stdout).strip().splitlines()
+    remedy = "Load or reinstall the driver; in a container, start it with --gpus all."
+    yield Finding("NVIDIA driver", said[0] if said else "nvidia-smi lists no GPU", "problem", remedy)
