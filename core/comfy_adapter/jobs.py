@@ -63,6 +63,7 @@ class _Models:
         for arena in arenas:
             weights |= self.context.open_arena(arena)
         place: dict[str, Any] = {"device": self.context.device, "layout": self._layout(ParallelDims(**dims))}
+        place["progress"] = self.context.progress
         if kind == "denoiser":
             model = WorkerModel(description, weights, **place, stream=stream)
             mark_progress(model.module, find_plan(description["class_path"]), self.context.progress.mark)

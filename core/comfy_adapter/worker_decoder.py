@@ -12,6 +12,7 @@ from torch import nn
 
 from ..parallel import RankLayout, SpatialHandle, dotted_path, parallelize_decoder
 from ..plans import find_autoencoder_plan
+from ..workers import ProgressCounter
 from .model_export import named_parameters
 
 
@@ -23,6 +24,7 @@ class WorkerDecoder:
         weights: Every parameter and buffer by name.
         device: Where this rank computes.
         layout: Not looked at: all ranks share the picture.
+        progress: Where each weight that is there is marked, and that a call waits for the device.
     """
 
     def __init__(
@@ -32,14 +34,17 @@ class WorkerDecoder:
         *,
         device: torch.device,
         layout: RankLayout,
+        progress: ProgressCounter,
     ) -> None:
         self.device = device
+        self.progress = progress
         self.layout = layout
         self.module = _build(description, weights)
         plan = find_autoencoder_plan(dotted_path(self.module), dotted_path(self.module.decoder))
         for name, tensor in weights.items():
             inside = any(name.startswith(f"{part}.") for part in (*plan.parts, "bn"))
             _assign(self.module, name, tensor.to(device) if inside else tensor)
+            progress.mark()
         group = dist.group.WORLD
         assert group is not None
         self.handle: SpatialHandle = parallelize_decoder(self.module, plan, group=group)
@@ -64,7 +69,9 @@ class WorkerDecoder:
         latent, options = arguments["latent"].to(self.device), arguments["options"]
         generator = self._generator(arguments["random_state"])
         with torch.inference_mode():
-            strip = self.handle.decode(self.module.decode, latent, generator=generator, **options).cpu()
+            strip = self.handle.decode(self.module.decode, latent, generator=generator, **options)
+            with self.progress.waiting():
+                strip = strip.cpu()
         return {"strip": strip, "random_state": None if generator is None else generator.get_state()}
 
     def _generator(self, state: torch.Tensor) -> torch.Generator | None:

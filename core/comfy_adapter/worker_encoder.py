@@ -43,4 +43,5 @@ class WorkerEncoder(WorkerModel):
             kwargs["device"] = self.device
         with torch.inference_mode():
             output = getattr(self.module, arguments["method"])(*args, **kwargs)
-            return map_tensors(output, lambda tensor: tensor.cpu()) if self.layout.speaks else None
+            with self.progress.waiting():
+                return map_tensors(output, lambda tensor: tensor.cpu()) if self.layout.speaks else None

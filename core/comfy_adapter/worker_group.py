@@ -37,6 +37,7 @@ class _Loaded:
     num_bytes: int
     needs: ModelNeeds
     streams: bool = False
+    compiles: bool = False
     version: Any = None
     # By conditioning branch and part of the batch.
     sent: dict[tuple[int, int], SentTensors] = field(default_factory=dict)
@@ -92,9 +93,10 @@ class WorkerGroup:
         message = encode_patches(patches, prefix=loaded.patch_prefix)
         # If the user cancels, the workers still apply it, so the weights are not those of any version.
         loaded.version = _UNKNOWN
+        loaded.compiles = acceleration.compiles
         settings = {"force_cast": force_cast, "acceleration": acceleration.value}
         payload = {"token": token, "patches": message, **settings}
-        applied = self.pool.call("patch", payload, poll=check_interrupt)
+        applied = self.pool.call("patch", payload, poll=check_interrupt, same_work=True)
         if any(names != sorted(message) for names in applied.values()):
             raise WorkerError(f"the ranks applied different weight patches: {applied}")
         loaded.version = version
@@ -137,7 +139,9 @@ class WorkerGroup:
             place = (token, branch, index)
             alike = (*place, loaded.num_bytes, loaded.version, _shapes(part))
             payload = {"token": token, **vars(packed)}
-            calls.append(self.pool.submit("forward", payload, ranks=ranks, alike=alike))
+            # A rank that finds compiled code, and one that has to compile, do not.
+            even = not loaded.compiles
+            calls.append(self.pool.submit("forward", payload, ranks=ranks, alike=alike, same_work=even))
             sent.commit()
         replies: dict[int, Any] = {}
         for call in calls:
@@ -158,7 +162,8 @@ class WorkerGroup:
                 limit="ComfyUI loads it before each use",
                 way_out="Queue the prompt again",
             )
-        results = self.pool.call("call", {"token": token, "arguments": arguments}, poll=check_interrupt)
+        payload = {"token": token, "arguments": arguments}
+        results = self.pool.call("call", payload, poll=check_interrupt, same_work=True)
         return [results[rank] for rank in self.pool.ranks]
 
     def end_sampling(self, token: int) -> None:
@@ -188,7 +193,7 @@ class WorkerGroup:
             "stream": stream,
         }
         self.pool.send_ahead(message, poll=check_interrupt)
-        call = self.pool.submit("load", message)
+        call = self.pool.submit("load", message, same_work=True)
         streams = stream is not None
         self.loaded[token] = _Loaded(part.dims, part.patch_prefix, needs.weight_bytes, needs, streams)
         # If the user cancels, the workers still finish loading, and the next prompt finds it done.

@@ -187,11 +187,18 @@ def loaded_bytes(token: int) -> int:
 
 
 def unload_model(token: int) -> int:
-    """Take a model out of the workers, whatever their degrees; return the bytes that each held."""
+    """Take a model out of the workers, whatever their degrees; return the bytes that each held.
+
+    Workers that are lost over it hold nothing any more, which is what was asked for.
+    """
     with _lock:
         freed = loaded_bytes(token)
         if _current is not None:
-            _current.unload(token)
+            try:
+                _current.unload(token)
+            except WorkerError as error:
+                _log.error("the workers were lost while a model was unloaded: %s", error)
+                drop_dead_group()
         return freed
 
 
@@ -217,9 +224,6 @@ def _unload_dead_models() -> None:
         try:
             unload_model(_dead_tokens.get(timeout=_LOOK_EVERY_S))
         except queue.Empty:
-            drop_dead_group()
-        except WorkerError as error:
-            _log.error("a model that nobody uses any more could not be unloaded: %s", error)
             drop_dead_group()
 
 

@@ -24,6 +24,7 @@ from ..parallel import (
     install_parallel,
 )
 from ..plans import find_plan
+from ..workers import ProgressCounter
 from . import quantized
 from .acceleration import Acceleration, check_streamed
 from .model_export import named_parameters
@@ -46,6 +47,7 @@ class WorkerModel:
         device: Where this rank computes.
         layout: Which ranks share its sequence and its weights.
         stream: ``room_bytes`` and ``prefetch_depth`` if the weights are to stream, else None.
+        progress: Where each weight that is there or patched is marked, and that a call waits for the device.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class WorkerModel:
         device: torch.device,
         layout: RankLayout,
         stream: Mapping[str, int] | None = None,
+        progress: ProgressCounter | None = None,
     ) -> None:
         self.device = device
+        self.progress = progress or ProgressCounter(None, device)
         self.layout = layout
         # Where this rank's weights are while it does not compute.
         self.home = device if stream is None else torch.device("cpu")
@@ -135,6 +139,7 @@ class WorkerModel:
         def patched(name: str) -> torch.Tensor | None:
             # Patched whole and then cut: a rank has the very numbers of the whole, stochastic rounding too.
             whole = self._patched_weight(name, patches[name], self.weights[name])
+            self.progress.mark()
             return self._part(name, whole, own_memory=True)
 
         as_used = set() if self._blocks is None else self._blocks.patch(self.weights, patches, patched)
@@ -172,7 +177,8 @@ class WorkerModel:
         else:
             with torch.inference_mode():
                 output = self.stream.run(self.evaluate.plainly, moved)
-        return map_tensors(output, lambda tensor: tensor.cpu())
+        with self.progress.waiting():
+            return map_tensors(output, lambda tensor: tensor.cpu())
 
     def _assign(self) -> None:
         """Point every parameter and buffer at this rank's part of its arena tensor, on the rank's device."""
@@ -185,6 +191,7 @@ class WorkerModel:
                 owner._parameters[attribute] = held
             else:
                 owner._buffers[attribute] = part
+            self.progress.mark()
 
     def _part(self, name: str, whole: torch.Tensor, *, own_memory: bool = False) -> torch.Tensor | None:
         """Return what this rank holds of a tensor, on its device; None if another rank holds all of it."""

@@ -14,6 +14,7 @@ from .engine import RankEngine
 from .host_memory import UnchangedFilePages, available_host_bytes, file_backed_bytes
 from .links import known_links
 from .pool import WorkerPool
+from .progress import ProgressCounter
 from .protocol import check_sendable
 from .shared_arena import SharedArena, open_arena
 from .shared_memory import SharedFile
@@ -25,6 +26,7 @@ __all__ = [
     "ClusterSpec",
     "Deadlines",
     "PendingCall",
+    "ProgressCounter",
     "RankEngine",
     "SharedArena",
     "SharedFile",

@@ -18,12 +18,15 @@ from enum import Enum
 from io import FileIO
 from pathlib import Path
 
+from .bootstrap import WATCH_THREAD
+
 # Of one core. A loop that polls with short sleeps stays below the first; the second is for all other
 # threads and the processes that this one started (compilers), some of which tick for ever.
 _MAIN_SHARE = 0.08
 _OTHERS_SHARE = 0.25
-# Threads of the communication libraries work while this rank waits for others.
-_IGNORED_THREADS = ("nccl", "pt_nccl", "pt_gloo", "pt_tcpstore")
+# Threads of the communication libraries work while this rank waits for others, and the one that beats asks
+# for the interpreter's lock again and again while native code keeps it.
+_IGNORED_THREADS = ("nccl", "pt_nccl", "pt_gloo", "pt_tcpstore", WATCH_THREAD)
 # Looking through all processes of the machine costs more, so only a longer silence is worth it.
 _LOOKS_BEFORE_PROCESSES = 3
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -12,6 +12,7 @@ process can import) and hands over to ``worker``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import fcntl
 import importlib
@@ -31,6 +32,8 @@ from pathlib import Path
 
 # The counter of beats, and behind it the one of `progress`; a page, which a GPU can write to.
 HEARTBEAT_BYTES = mmap.PAGESIZE
+# The kernel's name of the thread that beats; it keeps 15 characters.
+WATCH_THREAD = "ferry-watch"
 _HEARTBEAT_PERIOD_S = 0.5
 _ADOPTION_S = 1.0
 _EXIT_PARENT_GONE = 3
@@ -66,6 +69,9 @@ def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -
     os.close(heartbeat)
 
     def watch() -> None:
+        with contextlib.suppress(OSError):
+            # The parent counts what this process does, and this thread ticks whatever it does.
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(WATCH_THREAD)
         poller = select.poll()
         poller.register(control, select.POLLRDHUP)
         beats = 0

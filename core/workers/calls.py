@@ -27,6 +27,7 @@ class PendingCall:
         deadline_s: Seconds from submission to the last reply.
         usual_s: The longest time in calls of the same work before in which no rank got on, in seconds (all of
             it, if they mark no progress); None if nothing is known.
+        same_work: Whether all ranks do the same work, so that each tells how long it takes.
     """
 
     def __init__(self, number: int, job: str, ranks: Sequence[int], deadline_s: float) -> None:
@@ -39,6 +40,7 @@ class PendingCall:
         self.due = self.submitted_at + deadline_s
         self.alike: Hashable = None
         self.usual_s: float | None = None
+        self.same_work = False
         self.longest_part_s: float | None = None
         self._got_on_at = self.submitted_at
         self._longest_s = 0.0

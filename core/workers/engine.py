@@ -66,6 +66,7 @@ class RankEngine(abc.ABC):
         ranks: Sequence[int] | None = None,
         deadline_s: float | None = None,
         alike: Hashable = None,
+        same_work: bool = False,
     ) -> PendingCall:
         """Send a call and return at once.
 
@@ -80,6 +81,8 @@ class RankEngine(abc.ABC):
                 spec's ``call_s``.
             alike: Equal for calls of the same work: one that takes many times as long as those before is
                 given up (``Deadlines.overdue_s``). None: nothing is compared.
+            same_work: All ranks do the same work: one that computes on, long after it took another to come to
+                where it waits for it, is given up likewise, also in the first such call.
 
         Raises:
             RequestError: If the job or a rank does not exist.
@@ -96,6 +99,7 @@ class RankEngine(abc.ABC):
         call = self._submit(job, payloads, self.spec.deadlines.call_s if deadline_s is None else deadline_s)
         if alike is not None:
             self._calls.compare(call, alike)
+        call.same_work = same_work
         return call
 
     def call(
@@ -107,6 +111,7 @@ class RankEngine(abc.ABC):
         ranks: Sequence[int] | None = None,
         deadline_s: float | None = None,
         alike: Hashable = None,
+        same_work: bool = False,
         poll: Callable[[], object] | None = None,
     ) -> dict[int, Any]:
         """Submit a call and wait for it; see ``submit`` and ``PendingCall.wait``."""
@@ -117,6 +122,7 @@ class RankEngine(abc.ABC):
             ranks=ranks,
             deadline_s=deadline_s,
             alike=alike,
+            same_work=same_work,
         )
         return pending.wait(poll=poll)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..log import RANK_VARIABLE
 from . import bootstrap
 from .channel import Link, connect
-from .progress import read_progress
+from .progress import read_progress, read_waiting
 from .shared_memory import BufferLender, SharedFile
 from .spec import PACK_ALIAS, PACK_ROOT, WorkerSpec, visible_device
 
@@ -74,6 +74,10 @@ class RankProcess:
     def progress(self) -> int:
         """Return how many parts of its jobs it has done; grows for as long as one gets on."""
         return read_progress(self.heartbeat)
+
+    def waits(self) -> bool:
+        """Return whether it says that it only waits for its device."""
+        return read_waiting(self.heartbeat)
 
     def close(self) -> None:
         """Close our ends of what connects us. May be called again."""

@@ -62,6 +62,8 @@ class WorkerPool(RankEngine):
         try:
             payloads = {rank: _start_arguments(spec, rank, pool._group) for rank in spec.ranks}
             call = pool._submit("start", payloads, spec.deadlines.start_s, kind="start")
+            # Drivers of GPUs take their own time to start.
+            call.same_work = not spec.on_gpu
             jobs = call.wait(poll=poll)
             if len(set(map(tuple, jobs.values()))) > 1:
                 raise WorkerError(f"{spec.setup} registered different jobs on different ranks: {jobs}")

@@ -6,13 +6,18 @@ where the *device* has got to that point of its stream, also when a CUDA graph i
 the memory that this process shares with its parent. A rank whose GPU is slow, or that waits for such a
 rank, goes on counting, and one that hangs keeps them all from it.
 
+Beside the count stands whether the rank's host has nothing left to do but wait for its device, which looks
+like computing too.
+
 Source: host memory that the device writes, https://docs.nvidia.com/cuda/cuda-runtime-api/ (cudaHostRegister).
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +27,7 @@ from ..log import get_logger
 # Behind the heartbeat's counter.
 OFFSET_BYTES = 8
 _COUNT = struct.Struct("<q")
+_WAITING_BYTE = OFFSET_BYTES + _COUNT.size
 _log = get_logger("workers")
 
 
@@ -34,7 +40,7 @@ class ProgressCounter:
     """
 
     def __init__(self, memory: mmap.mmap | None, device: torch.device) -> None:
-        self._memory = memory
+        self._memory = self._page = memory
         self._done = 0
         self._on_device: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
@@ -51,6 +57,17 @@ class ProgressCounter:
             self._done += 1
             _COUNT.pack_into(self._memory, OFFSET_BYTES, self._done)
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While inside, the host only waits for its device, or for other ranks."""
+        if self._page is not None:
+            self._page[_WAITING_BYTE] = 1
+        try:
+            yield
+        finally:
+            if self._page is not None:
+                self._page[_WAITING_BYTE] = 0
+
     def _register(self, memory: mmap.mmap, device: torch.device) -> None:
         page = torch.frombuffer(memory, dtype=torch.int64)
         runtime: Any = torch.cuda.cudart()
@@ -66,3 +83,8 @@ class ProgressCounter:
 def read_progress(memory: mmap.mmap) -> int:
     """Return how many parts a rank has done so far, in its parent."""
     return _COUNT.unpack_from(memory, OFFSET_BYTES)[0]
+
+
+def read_waiting(memory: mmap.mmap) -> bool:
+    """Return whether a rank's host only waits (``ProgressCounter.waiting``), in its parent."""
+    return memory[_WAITING_BYTE] != 0

@@ -32,7 +32,8 @@ class Deadlines:
         collective_s: One collective between workers.
         stall_s: A worker that is stopped, or that does nothing at all although a call waits for it.
         overdue_s: A worker that computes for this much processor time more than a few times what the same
-            call took before (``submit``'s ``alike``); an endless loop, for example.
+            call took before (``submit``'s ``alike``), or other ranks (``same_work``); an endless loop, for
+            example.
         heartbeat_s: A worker that computes but runs no Python thread, because native code keeps the
             interpreter's lock.
         close_s: An orderly exit, before the process is killed.

@@ -6,8 +6,10 @@ judged together, since one may wait for the other. With NCCL a rank waits for it
 work, so one sleeping rank is enough. An endless loop, or a deadlock on the GPUs, looks like a long
 computation; it is told by comparison: a rank is lost that has used far more processor time, since any rank
 of its call last got on (see ``progress``), than the longest such time in the same call before. So a slow
-GPU, for which the others wait with busy cores, is no fault as long as it gets on. Processor time, so that
-a machine without a free core raises no alarm. A call that nothing is known of ends with its deadline.
+GPU, for which the others wait with busy cores, is no fault as long as it gets on. Where all ranks do the
+same work, those that are done with it or wait for another one tell how long it takes, also in the first call
+of its kind. Processor time, so that a machine without a free core raises no alarm. A call that nothing is
+known of ends with its deadline.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from .calls import PendingCall
 
 # A part of the same call does not take so many times longer; what it may take at least is `overdue_s`.
 _USUAL_TIMES = 4
+# Ranks that do the same at the same time differ less.
+_PEER_TIMES = 2
+# A rank that sleeps for so long waits for another one; shorter, it may have been caught between two things.
+_WAITS_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,19 @@ class Stall:
         limit_s: For how long.
         usual_s: If they compute without an end: seconds that the longest part of the call took before. Else
             None.
+        peers_s: Likewise: seconds that the others took for all of it. Else None.
     """
 
     ranks: tuple[int, ...]
     jobs: tuple[str, ...]
     limit_s: float
     usual_s: float | None = None
+    peers_s: float | None = None
+
+    @property
+    def computes(self) -> bool:
+        """Whether the ranks compute without an end, instead of doing nothing."""
+        return self.usual_s is not None or self.peers_s is not None
 
     def describe(self, blamed: Sequence[int]) -> str:
         """Return the finding in a sentence without its full stop, naming the ranks to blame."""
@@ -47,6 +60,11 @@ class Stall:
         if not self.jobs:
             return f"{who} stopped by a signal (SIGSTOP) {self.limit_s:g} s ago"
         jobs = ", ".join(map(repr, self.jobs))
+        if self.peers_s is not None:
+            return (
+                f"job {jobs} does not end: {who} computing for {self.limit_s:.1f} s and got no further, "
+                f"while the others took {self.peers_s:.2g} s and wait"
+            )
         if self.usual_s is not None:
             return (
                 f"job {jobs} does not end: {who} computing for {self.limit_s:.1f} s and got no further, "
@@ -65,6 +83,7 @@ class StallDetector:
         overdue_s: See ``Deadlines``.
         all_are_enough: Whether all of a call's ranks sleeping means one: they have nobody else to wait for.
         progress: Of each rank: returns how far its jobs have come. None: it is not told.
+        waits: Of each rank: returns whether it says that it only waits. None: it is not told.
     """
 
     def __init__(
@@ -76,6 +95,7 @@ class StallDetector:
         overdue_s: float = math.inf,
         all_are_enough: bool = True,
         progress: Mapping[int, Callable[[], int]] | None = None,
+        waits: Mapping[int, Callable[[], bool]] | None = None,
     ) -> None:
         self._processes = processes
         self._limit_s = limit_s
@@ -85,6 +105,8 @@ class StallDetector:
         self._stopped_s = dict.fromkeys(processes, 0.0)
         self._overdue_s = overdue_s
         self._used_s: dict[tuple[int, int], float] = {}  # by rank and call, since any of its ranks got on
+        self._spent_s: dict[tuple[int, int], float] = {}  # likewise, in all of the call but its waiting
+        self._waits = dict.fromkeys(processes, lambda: False) if waits is None else dict(waits)
         self._progress = dict.fromkeys(processes, lambda: 0) if progress is None else dict(progress)
         self._done = dict.fromkeys(processes, 0)
         self._calls: dict[int, list[int]] = {}
@@ -118,8 +140,12 @@ class StallDetector:
 
     def _find_overdue(self, calls: Sequence[PendingCall]) -> Stall | None:
         numbers = {call.number for call in calls}
-        self._used_s = {key: used for key, used in self._used_s.items() if key[1] in numbers}
+        for table in (self._used_s, self._spent_s):
+            for key in [key for key in table if key[1] not in numbers]:
+                del table[key]
         for call in calls:
+            if call.same_work and (stall := self._find_slower_than_others(call)) is not None:
+                return stall
             if call.usual_s is None:
                 continue
             limit_s = self._overdue_s + _USUAL_TIMES * call.usual_s
@@ -128,6 +154,21 @@ class StallDetector:
             if ranks:
                 return Stall(ranks, (call.job,), limit_s, call.usual_s)
         return None
+
+    def _find_slower_than_others(self, call: PendingCall) -> Stall | None:
+        """Return the ranks that compute on, long after others were done or had come to where they wait."""
+        mine = [rank for rank in call.ranks if rank in self._processes]
+        waiting = [rank for rank in mine if self._only_waits(rank, call)]
+        if not waiting:
+            return None
+        peers_s = max(self._spent_s.get((rank, call.number), 0.0) for rank in waiting)
+        limit_s = self._overdue_s + _PEER_TIMES * peers_s
+        used = {rank: self._used_s.get((rank, call.number), 0.0) for rank in mine if rank not in waiting}
+        ranks = tuple(rank for rank, used_s in used.items() if used_s >= limit_s)
+        return Stall(ranks, (call.job,), limit_s, peers_s=peers_s) if ranks else None
+
+    def _only_waits(self, rank: int, call: PendingCall) -> bool:
+        return rank not in call.missing or self._idle_s[rank] >= _WAITS_S or self._waits[rank]()
 
     @property
     def idle_s(self) -> dict[int, float]:
@@ -153,7 +194,10 @@ class StallDetector:
         if numbers and numbers == self._calls.get(rank) and not got_on:
             # Calls run in their order, so it works on the oldest.
             key = (rank, numbers[0])
-            self._used_s[key] = self._used_s.get(key, 0.0) + min(counted_s, self._processes[rank].used_s)
+            used_s = min(counted_s, self._processes[rank].used_s)
+            self._used_s[key] = self._used_s.get(key, 0.0) + used_s
+            if not self._waits[rank]():
+                self._spent_s[key] = self._spent_s.get(key, 0.0) + used_s
         self._stopped_s[rank] = self._stopped_s[rank] + counted_s if activity is Activity.STOPPED else 0.0
         if not numbers or numbers != self._calls.get(rank) or got_on or activity is Activity.BUSY:
             self._idle_s[rank] = 0.0

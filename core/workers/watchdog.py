@@ -28,7 +28,7 @@ from .stalls import Stall, StallDetector
 _TICK_S = 0.25
 # After the first failure: time for the other ranks to raise, and for stacks to reach the logs.
 _SETTLE_S = 0.5
-_DUMP_S = 0.5
+_DUMP_S = 1.0
 _EXIT_CODE_S = 1.0
 _JOIN_SLACK_S = 10.0
 
@@ -75,6 +75,7 @@ class Watchdog:
             {rank.rank: ProcessActivity(rank.process.pid) for rank in group.ranks},
             deadlines.stall_s,
             progress={rank.rank: rank.progress for rank in group.ranks},
+            waits={rank.rank: rank.waits for rank in group.ranks},
             overdue_s=deadlines.overdue_s,
             one_is_enough=waiting_shows,
             all_are_enough=sees_all,
@@ -208,7 +209,7 @@ class Watchdog:
         if stall is not None:
             self._stall = stall
             for rank in stall.ranks:
-                self._reports[rank].hung = stall.usual_s is None
+                self._reports[rank].hung = not stall.computes
             return stall.describe(stall.ranks)
         return self._find_silent(counted_s)
 

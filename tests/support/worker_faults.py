@@ -79,16 +79,17 @@ def fault_in_a_call(pool: WorkerPool, phase: str, kind: str) -> float:
         pool.call("meet", {"before": 2})
     if phase == "mid":
         payload["before"] = 3
-    if kind == "loop":  # told by comparison with the same call before
-        for _ in range(3):
-            pool.call("meet", {"before": 1}, alike="meet")
+    # A loop is told by comparison: with the same call before, or with the other ranks.
+    alone = kind == "loop" and phase == "mid"
+    for _ in range(3 * alone):
+        pool.call("meet", {"before": 1}, alike="meet")
     processes = pids(pool)
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         if phase == "between":
             os.kill(processes[1], _SIGNALS[kind])
             payload = {"after": 1}
-        pool.call("meet", payload, alike="meet")
+        pool.call("meet", payload, alike="meet", same_work=not alone)
     del payload
     return assert_found(begin, caught.value, kind, processes)
 
@@ -96,13 +97,15 @@ def fault_in_a_call(pool: WorkerPool, phase: str, kind: str) -> float:
 def fault_at_the_end(pool: WorkerPool, kind: str) -> float:
     """Close a pool one rank of which does not answer; return how long that took."""
     processes = pids(pool)
-    if kind == "stall":
-        pool.submit("meet", {"rank": 1, "kind": "stall"})
-    else:
+    if kind in _SIGNALS:
         os.kill(processes[1], _SIGNALS[kind])
+    else:
+        pool.submit("meet", {"rank": 1, "kind": kind})
+        time.sleep(0.1)
     begin = time.monotonic()
     pool.close()
     seconds = time.monotonic() - begin
+    print(f"{seconds:.1f} s: closed")
     assert seconds < LIMIT_S
     assert not any(exists(pid) for pid in processes)
     return seconds

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from comfyui_ferry.core.workers import borrows_arguments
 
 
-def register(context, fail_on=None, way="raise"):
+def register(context, fail_on=None, way="refuse"):
     if context.rank == fail_on:
-        if way == "raise":
+        if way == "refuse":
             raise ValueError("set-up went wrong on purpose")
         if way == "exit":
             print("these are my last words", flush=True)
@@ -108,7 +108,8 @@ class _Jobs:
             commit_fault(kind)
         for _ in range(after):
             dist.all_reduce(value)
-        return value
+        with self.context.progress.waiting():
+            return value.cpu()
 
     def job_compute(self, seconds, rank=0, parts=1):
         """One rank computes while the others wait for it, and marks each of several parts as done."""

@@ -10,7 +10,7 @@ from comfyui_ferry.core.comfy_adapter.acceleration import Acceleration
 from comfyui_ferry.core.comfy_adapter.worker_group import WorkerGroup
 from comfyui_ferry.core.comfy_adapter.worker_parts import WorkerPart
 from comfyui_ferry.core.comfy_adapter.worker_room import ModelNeeds, StreamRequest
-from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.errors import RequestError, WorkerError
 from comfyui_ferry.core.parallel import ParallelDims
 from torch import nn
 
@@ -37,11 +37,13 @@ class Engine:
     def send_ahead(self, payload: Any, *, poll: Any) -> None:
         pass
 
-    def submit(self, job: str, payload: Any) -> Any:
+    def submit(self, job: str, payload: Any, *, same_work: bool = False) -> Any:
         results = self.call(job, payload)
         return SimpleNamespace(wait=lambda poll: results)
 
-    def call(self, job: str, payload: Any = None, *, poll: Any = None) -> dict[int, Any]:
+    def call(
+        self, job: str, payload: Any = None, *, poll: Any = None, same_work: bool = False
+    ) -> dict[int, Any]:
         self.jobs.append(job)
         if self.cancels:
             raise Cancelled
@@ -88,6 +90,17 @@ def test_weights_of_a_cancelled_prompt_are_not_taken_for_those_before():
     patch(group, "one")
     patch(group, "one")
     assert engine.jobs == ["patch"]
+
+
+def test_ranks_that_applied_other_weights_end_the_prompt_and_are_asked_again(monkeypatch):
+    group, engine = new_group()
+    load(group)
+    call = engine.call
+    monkeypatch.setattr(engine, "call", lambda job, *a, **k: call(job, *a, **k) | {1: ["another"]})
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=r"ranks applied different weight patches: .*1: \['another'\]"):
+            patch(group, "one")
+    assert engine.jobs.count("patch") == 2
 
 
 def test_what_was_loaded_whole_streams_once_it_must():

@@ -9,12 +9,14 @@ import sys
 import time
 
 from comfyui_ferry.core.workers.activity import Activity, ProcessActivity
+from comfyui_ferry.core.workers.bootstrap import WATCH_THREAD
 
 LOOK_S = 0.25
 # Each begins with a session of its own, as a worker does.
 PROGRAMS = {
     "sleeps": "time.sleep(60)",
     "polls": "while True: time.sleep(0.02)",
+    "beats": "threading.Thread(target=beat).start(); time.sleep(60)",
     "computes": "while True: pass",
     "computes in a thread": "threading.Thread(target=spin).start(); time.sleep(60)",
     "computes in a child": "subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()",
@@ -23,7 +25,9 @@ PROGRAMS = {
 
 def looks(programs: list[str], number: int) -> dict[str, list[Activity]]:
     """What each of the programs did, look by look; they run at the same time."""
-    code = "import subprocess, sys, threading, time\ndef spin():\n    while True: pass\nprint(flush=True)\n"
+    code = "import subprocess, sys, threading, time\ndef spin():\n    while True: pass\n"
+    code += "def beat():\n    own = f'/proc/self/task/{threading.get_native_id()}/comm'\n"
+    code += f"    open(own, 'w').write('{WATCH_THREAD}')\n    spin()\nprint(flush=True)\n"
     processes: dict[str, subprocess.Popen] = {}
     try:
         for program in programs:
@@ -51,7 +55,8 @@ def looks(programs: list[str], number: int) -> dict[str, list[Activity]]:
 
 
 def test_a_process_that_does_nothing_is_quiet():
-    for seen in looks(["sleeps", "polls"], 8).values():
+    """Nor does one in which only the thread runs that tells its parent so."""
+    for seen in looks(["sleeps", "polls", "beats"], 8).values():
         assert seen[2:].count(Activity.QUIET) >= 4  # one that polls may be caught running
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from comfyui_ferry.core.workers.bootstrap import WATCH_THREAD
 from comfyui_ferry.core.workers.spec import PACK_ROOT
 from ferry_support.worker_specs import SUPPORT, exists, wait_until_gone
 
@@ -109,6 +110,12 @@ def test_a_worker_survives_ctrl_c_and_is_out_of_the_terminals_group(pool):
         rank.process.send_signal(signal.SIGINT)
     described = pool.call("describe")
     assert all(result["interrupt_ignored"] and result["session"] for result in described.values())
+
+
+def test_the_thread_that_beats_is_known_by_its_name(pool):
+    for rank in pool._group.ranks:
+        names = [file.read_text().strip() for file in Path(f"/proc/{rank.process.pid}/task").glob("*/comm")]
+        assert names.count(WATCH_THREAD) == 1
 
 
 def test_the_packs_folders_are_not_on_the_workers_path(pool):

@@ -44,8 +44,8 @@ def spec(**changes):
 IN_CALLS = [(phase, kind) for phase in ("load", "first", "mid") for kind in ON_CPU]
 BETWEEN = [("between", "kill"), ("between", "stop")]
 # Each kind and each phase at least once; the whole table is for `-m slow`.
-QUICK = {("load", "oom"), ("load", "native"), ("first", "raise"), ("first", "stop"), ("mid", "kill"),
-         ("mid", "loop"), ("mid", "stall"), ("between", "stop")}  # fmt: skip
+QUICK = {("load", "oom"), ("load", "native"), ("first", "loop"), ("first", "stop"), ("mid", "kill"),
+         ("mid", "loop"), ("mid", "stall"), ("mid", "raise"), ("between", "stop")}  # fmt: skip
 
 
 def case(phase: str, kind: str):
@@ -65,7 +65,11 @@ def test_a_fault_in_a_call(forked, phase, kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["oom", "stall", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kill", "stop", "native"))],
+    [
+        "oom",
+        "loop",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ON_CPU if kind not in ("oom", "loop")),
+    ],
 )
 def test_a_fault_at_the_start(forked, kind, monkeypatch):
     before, processes = leftovers(), []
@@ -83,7 +87,10 @@ def test_a_fault_at_the_start(forked, kind, monkeypatch):
     assert grown(leftovers, before) == {}
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "stall"])
+@pytest.mark.parametrize(
+    "kind",
+    ["kill", "stop", "stall", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("native", "loop"))],
+)
 def test_a_fault_at_the_end(forked, kind):
     """Closing takes no longer because a rank does not answer."""
     before = leftovers()

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 import torch
-from comfyui_ferry.core.workers.progress import ProgressCounter, read_progress
+from comfyui_ferry.core.workers.progress import ProgressCounter, read_progress, read_waiting
 
 
 def test_marks_are_counted_behind_the_heartbeat():
@@ -17,7 +17,14 @@ def test_marks_are_counted_behind_the_heartbeat():
         counter.mark()
     assert read_progress(memory) == 3
     assert memory[:8] == b"beats..."
-    ProgressCounter(None, torch.device("cpu")).mark()  # nobody looks
+    with pytest.raises(KeyError), counter.waiting():
+        assert read_waiting(memory)
+        raise KeyError
+    assert not read_waiting(memory)
+    assert read_progress(memory) == 3
+    nobody_looks = ProgressCounter(None, torch.device("cpu"))
+    with nobody_looks.waiting():
+        nobody_looks.mark()
 
 
 @pytest.mark.gpu

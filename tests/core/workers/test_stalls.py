@@ -123,3 +123,37 @@ def test_ranks_that_get_no_further_are_found_whatever_they_did_before(monkeypatc
         assert stall.ranks == (0, 1)
         assert parts + limit_s <= second <= parts + limit_s + 1
     assert "rank 1 was computing for 7.0 s and got no further, which took 1 s at most" in stall.describe([1])
+
+
+def compared(*activities, spent, waits=None, replied=(), seconds=20):
+    """Ranks that do the same work in their first such call, and use so much of a core a second."""
+    processes = {rank: Seen(activity) for rank, activity in enumerate(activities)}
+    for rank, used_s in enumerate(spent):
+        processes[rank].used_s = used_s
+    says = {rank: lambda: False for rank in processes} | (waits or {})
+    detector = StallDetector(processes, LIMIT_S, one_is_enough=True, overdue_s=LIMIT_S, waits=says)
+    call = calls(list(processes))[0]
+    call.same_work = True
+    for second in range(1, seconds + 1):
+        if (stall := detector.find([call], elapsed_s=1, counted_s=1)) is not None:
+            return stall, second
+        if second == 2:
+            call.missing -= set(replied)
+    return None
+
+
+def test_a_rank_that_computes_on_while_others_wait_is_found_in_the_first_call():
+    """They have replied, or say that they only wait, which their processor time does not show."""
+    for others in ({"replied": (0,)}, {"waits": {0: lambda: True}}):
+        stall, second = compared(BUSY, BUSY, spent=(1.0, 1.0), **others)
+        assert stall.ranks == (1,), others
+        assert second <= 1 + LIMIT_S + 2 * 1.0
+        assert "'forward' does not end: worker rank 1 was computing for" in stall.describe([1])
+        assert "while the others took" in stall.describe([1])
+
+
+def test_ranks_that_all_compute_or_all_wait_are_not_told_from_a_long_call():
+    assert compared(BUSY, BUSY, spent=(1.0, 1.0)) is None
+    assert compared(BUSY, BUSY, spent=(1.0, 1.0), waits={0: lambda: True, 1: lambda: True}) is None
+    # Uneven shares of one piece of work.
+    assert compared(BUSY, BUSY, spent=(1.0, 0.4), replied=(0,), seconds=7) is None

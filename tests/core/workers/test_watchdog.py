@@ -145,7 +145,7 @@ def test_a_call_that_ends_because_a_rank_died_says_so_though_the_pool_is_closed_
 @pytest.mark.parametrize(
     ("way", "start_s", "expected"),
     [
-        ("raise", 60, ["rank 1 raised ValueError: set-up went wrong on purpose", "in register"]),
+        ("refuse", 60, ["rank 1 raised ValueError: set-up went wrong on purpose", "in register"]),
         ("exit", 60, ["rank 1 exited with code 7", "these are my last words"]),
         ("stall", 60, ["job 'start' hangs: worker rank 1 was idle for 1 s", "in register"]),
     ],
