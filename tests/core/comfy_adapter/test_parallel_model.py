@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_ferry.core.errors import RequestError, WorkerError
+from comfyui_ferry.core.errors import RequestError
 from comfyui_ferry.core.parallel.refused_inputs import RefusedInput
 from comfyui_ferry.core.plans import find_plan
 from ferry_support.sampling import worker_processes
@@ -206,21 +206,6 @@ def test_a_collected_clone_does_not_switch_the_workers_off():
     assert difference(sample_here(parallel, latent()), sample_here(model, latent())) <= TOLERANCE
     assert "_forward" not in model.model.diffusion_model.__dict__
     assert difference(sample_here(parallel, latent()), sample_here(model, latent())) <= TOLERANCE
-
-
-def test_a_killed_worker_ends_the_sampling_and_the_next_one_works():
-    import os
-    import signal
-
-    model = build("wan")
-    expected = sample_here(model, latent())
-    sample_on_workers(model, latent())
-    os.kill(worker_processes()[0], signal.SIGKILL)
-    try:
-        repeated = sample_on_workers(model, latent())
-    except WorkerError:
-        repeated = sample_on_workers(model, latent())
-    assert difference(repeated, expected) <= TOLERANCE
 
 
 def test_regional_prompts_and_masks():

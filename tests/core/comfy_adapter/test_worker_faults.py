@@ -132,14 +132,19 @@ def test_a_fault_costs_one_prompt(plan, phase, kind):
     assert difference(sample(parallel(model, ULYSSES_2), KIND, steps=2), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("phase", ["start", "load", "patch", "first", "mid"])
+@pytest.mark.parametrize(
+    "phase",
+    ["load", "mid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("patch", "first"))],
+)
 def test_cancel_at_any_phase_leaves_the_workers_usable(plan, phase):
-    """It takes effect at once, though the rank is busy for a second; the next prompt is right."""
+    """It takes effect at once, though the rank is busy for a second; the next prompt is right.
+
+    While they start: `test_worker_memory.py`, with workers that are not forked.
+    """
     model = PATCHERS[KIND].build()
     expected = sample(model, KIND, steps=2)
     plan.set(phase, "slow")
-    if phase != "start":
-        acquire_group(("cpu", "cpu"))
+    acquire_group(("cpu", "cpu"))
     pids = processes()
     times = []
 
@@ -156,7 +161,7 @@ def test_cancel_at_any_phase_leaves_the_workers_usable(plan, phase):
     management.interrupt_current_processing(False)
     plan.clear()
     assert difference(sample(parallel(model, ULYSSES_2), KIND, steps=2), expected) <= TOLERANCE
-    assert phase == "start" or processes() == pids
+    assert processes() == pids
 
 
 def test_another_server_on_the_machine_goes_on():
