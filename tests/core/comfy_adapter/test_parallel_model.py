@@ -225,7 +225,7 @@ def test_regional_prompts_and_masks():
 
 
 def test_other_samplers_take_a_parallel_model():
-    """KSamplerAdvanced's slices and SamplerCustomAdvanced with a guider, through Parallel Model."""
+    """KSamplerAdvanced's slices, SamplerCustomAdvanced's guider and its previews, through Parallel Model."""
     import comfy.samplers
     from comfyui_ferry.core.comfy_adapter import make_parallel
 
@@ -244,10 +244,17 @@ def test_other_samplers_take_a_parallel_model():
             guider.set_cfg(2.5)
             sampler = comfy.samplers.sampler_object("euler_ancestral")
             sigmas = torch.tensor([1.0, 0.6, 0.2, 0.0])
+            previews = []
             custom = guider.sample(
-                noise(1, 16, 1, 8, 8), torch.zeros(1, 16, 1, 8, 8), sampler, sigmas, seed=4
+                noise(1, 16, 1, 8, 8),
+                torch.zeros(1, 16, 1, 8, 8),
+                sampler,
+                sigmas,
+                seed=4,
+                callback=lambda step, denoised, x, total, previews=previews: previews.append(denoised),
             )
-        results.append((second, custom))
+        assert len(previews) == 3
+        results.append((second, custom, *previews))
     for here, there in zip(*results, strict=True):
         assert difference(there, here) <= TOLERANCE
 

@@ -99,6 +99,23 @@ def test_masks_timestep_ranges_and_default_prompts(models):
     assert_equal(models["flux"], "flux", conditioning=conditioning)
 
 
+def sample_in_tiles(model, kind):
+    """As Ultimate SD Upscale does it: overlapping tiles, each sampled under a mask and put back."""
+    image = noise(1, 16, 12, 14, seed=3)
+    for left in (0, 5):
+        mask = torch.zeros(1, 1, 12, 9)
+        mask[..., 1:-1] = 1
+        tile = {"samples": image[..., left : left + 9].clone(), "noise_mask": mask}
+        image[..., left : left + 9] = sample(model, kind, latent=tile, denoise=0.5, sampler="euler_ancestral")
+    return image
+
+
+def test_tiles(models):
+    here = sample_in_tiles(models["flux"], "flux")
+    assert difference(here, noise(1, 16, 12, 14, seed=3)) > 1e-2
+    assert difference(sample_in_tiles(parallel(models["flux"], ULYSSES_2), "flux"), here) <= TOLERANCE
+
+
 def test_changes_to_the_model_object_that_workers_need_not_know(models):
     import comfy_extras.nodes_model_advanced as advanced
 
