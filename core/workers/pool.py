@@ -105,6 +105,8 @@ class WorkerPool(RankEngine):
             for index, rank in enumerate(payloads):
                 try:
                     self._group.ranks[rank - self.ranks[0]].link.send(fields, outgoing, index)
+                except (BrokenPipeError, ConnectionResetError):
+                    break  # the watchdog reads the end of its file, and says how the rank ended
                 except OSError as error:
                     self._watchdog.report(f"worker rank {rank} could not be sent a call: {error}")
                     break

@@ -19,6 +19,7 @@ import torch
 from comfyui_ferry.core.errors import WorkerError
 from comfyui_ferry.core.workers import SharedArena, WorkerPool
 from comfyui_ferry.core.workers.activity import Activity, ProcessActivity
+from comfyui_ferry.core.workers.watchdog import Watchdog
 from ferry_support import forked_workers
 from ferry_support.worker_faults import (
     LIMIT_S,
@@ -98,6 +99,19 @@ def test_a_fault_at_the_end(forked, kind):
     fault_at_the_end(pool, kind)
     del pool
     assert grown(leftovers, before) == {}
+
+
+def test_a_call_to_a_rank_that_has_just_died_says_how(forked, monkeypatch):
+    """Though nobody has seen it yet when the call is sent."""
+    take = Watchdog._take_replies
+    with WorkerPool.start(spec()) as pool:
+        slow = lambda self, timeout_s: time.sleep(0.5) or take(self, timeout_s)  # noqa: E731
+        monkeypatch.setattr(Watchdog, "_take_replies", slow)
+        time.sleep(0.3)
+        os.kill(pids(pool)[1], signal.SIGKILL)
+        time.sleep(0.05)
+        with pytest.raises(WorkerError, match="worker rank 1 was killed by SIGKILL"):
+            pool.call("meet", {"before": 1})
 
 
 class Cancel(BaseException):
