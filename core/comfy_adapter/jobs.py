@@ -16,6 +16,7 @@ import torch
 
 from ..parallel import ExchangeTimer, ParallelDims, RankLayout, build_mesh
 from ..plans import find_plan
+from ..workers import borrows_arguments
 from .acceleration import Acceleration
 
 
@@ -84,6 +85,8 @@ class _Models:
         self.models[token].set_force_cast(force_cast)
         return self.models[token].apply_patches(patches)
 
+    # The model copies them to where it computes, once.
+    @borrows_arguments
     def forward(
         self, token: int, arguments: Mapping[str, Any], fresh: Mapping[str, torch.Tensor], forget: list[int]
     ) -> Any:

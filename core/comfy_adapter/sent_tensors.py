@@ -94,7 +94,7 @@ class SentTensors:
     def _pack_tensor(self, tensor: torch.Tensor, place: str, keep: bool, packed: PackedArguments) -> Any:
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
         if not keep or not plain or not SMALLEST_BYTES <= tensor.nbytes <= LARGEST_BYTES:
-            return tensor.cpu()
+            return tensor
         kept = self._kept.get(place, {})
         for number, known in reversed(kept.items()):
             same_kind = (known.shape, known.dtype, known.device) == (
@@ -108,11 +108,11 @@ class SentTensors:
                 return {_MARK: number}
         self._missed[place] = self._missed.get(place, 0) + 1
         if self._missed[place] > _KEPT_PER_PLACE:  # it seems to change in every step
-            return tensor.cpu()
+            return tensor
         number = next(_numbers)
         # A copy: whoever owns the tensor may change it in place.
         self._new.append((place, number, tensor.clone()))
-        packed.fresh[str(number)] = tensor.cpu()
+        packed.fresh[str(number)] = tensor
         return {_MARK: number}
 
 

@@ -28,7 +28,6 @@ from ..workers import ProgressCounter
 from . import quantized
 from .acceleration import Acceleration, check_streamed
 from .model_export import named_parameters
-from .nested import map_tensors
 from .patch_arithmetic import lora_dtype, rounding_seed
 from .patch_messages import PREFIX, decode_patches
 from .patched_blocks import PatchedBlocks
@@ -160,25 +159,27 @@ class WorkerModel:
         """Keep what later calls name by number (see ``sent_tensors``), and forget what none will."""
         for number in forget:
             del self.kept[number]
-        self.kept |= {int(number): tensor.to(self.device) for number, tensor in fresh.items()}
+        self.kept |= {int(number): tensor.to(self.device, copy=True) for number, tensor in fresh.items()}
 
     def forward(self, arguments: Mapping[str, Any]) -> Any:
         """Run the model's innermost forward; all ranks of the group must call it together.
 
         Args:
-            arguments: Its keyword arguments, tensors on any device.
+            arguments: Its keyword arguments, tensors on any device; they are copied.
 
         Returns:
-            What it returns, on the CPU.
+            What it returns, on the rank's device, which is done with it; valid until the next call.
         """
-        moved = unpack(dict(arguments), self.kept, lambda tensor: tensor.to(self.device))
+        moved = unpack(dict(arguments), self.kept, lambda tensor: tensor.to(self.device, copy=True))
         if self.stream is None:
             output = self.evaluate(moved)
         else:
             with torch.inference_mode():
                 output = self.stream.run(self.evaluate.plainly, moved)
-        with self.progress.waiting():
-            return map_tensors(output, lambda tensor: tensor.cpu())
+        if self.device.type == "cuda":
+            with self.progress.waiting():
+                torch.cuda.current_stream(self.device).synchronize()
+        return output
 
     def _assign(self) -> None:
         """Point every parameter and buffer at this rank's part of its arena tensor, on the rank's device."""

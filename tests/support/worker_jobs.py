@@ -39,6 +39,7 @@ class _Jobs:
     def job_echo(self, value):
         return value
 
+    @borrows_arguments  # as in sampling, where a worker copies them to its GPU
     def job_first_returns(self, value):
         return value if self.context.rank == 0 else None
 
