@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from ..errors import RequestError
 from ..parallel import (
     DegreePlan,
+    ModelPlan,
     ParallelDims,
+    ParallelMethod,
     batch_size,
     choose_degrees,
     count_work,
     head_count,
     max_tensor_degree,
+    refuse_inputs,
 )
 from ..plans import find_plan
 from .gpu_speed import describe_machine
@@ -80,14 +85,26 @@ def plan_degrees(
             limit="The model's code decides by values, which are not computed here",
             way_out="Set the degrees yourself: cfg_degree 2 if cfg is above 1, the rest to ulysses_degree",
         ) from error
+    given = {
+        name for _, options in (*positive, *negative) for name, value in options.items() if value is not None
+    }
     chosen = choose_degrees(
         work,
         machine,
-        methods=plan.methods,
+        methods=_methods_for(plan, empty, given),
         max_ulysses=head_count(plan, empty),
         max_tp=max_tensor_degree(empty, plan) if can_cut(model.model.diffusion_model) else 1,
     )
     return DegreeAdvice(chosen.dims.world_size, chosen.dims, _text(chosen))
+
+
+def _methods_for(plan: ModelPlan, module: nn.Module, given: set[str]) -> frozenset[ParallelMethod]:
+    """Return the plan's methods, without those of a shared sequence where an input is refused by these."""
+    try:
+        refuse_inputs(plan, module, given)
+    except RequestError:
+        return plan.methods - {ParallelMethod.ULYSSES, ParallelMethod.RING}
+    return plan.methods
 
 
 class _Caught(Exception):  # noqa: N818 - no error

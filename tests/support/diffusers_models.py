@@ -108,3 +108,59 @@ def ltx2() -> tuple[nn.Module, Inputs]:
         "audio_encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4]),
     }  # fmt: skip
     return model, inputs
+
+
+def chronoedit() -> tuple[nn.Module, Inputs]:
+    """Wan's split, with a picture's keys beside the text's; the last frame has a position far away."""
+    from diffusers import ChronoEditTransformer3DModel
+
+    model = ChronoEditTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=20, freq_dim=16,
+        ffn_dim=40, num_layers=2, image_dim=12, added_kv_proj_dim=48,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": noise(1, 4, 2, 10, 6), "timestep": torch.tensor([700]),
+        "encoder_hidden_states": noise(1, 11, 20), "encoder_hidden_states_image": noise(1, 5, 12),
+    }  # fmt: skip
+    return model, inputs
+
+
+def helios() -> tuple[nn.Module, Inputs]:
+    """Splits and gathers inside each block, around every attention and feed-forward.
+
+    Its dictionary names the gathers of 40 blocks; here of as many as there are.
+    """
+    from diffusers import HeliosTransformer3DModel
+
+    model = HeliosTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=20, freq_dim=16,
+        ffn_dim=40, num_layers=2, rope_dim=(4, 6, 6),
+    )  # fmt: skip
+    blocks = ("blocks.*.", "blocks.0.", "blocks.1.")
+    model._cp_plan = {path: entry for path, entry in model._cp_plan.items() if path.startswith(blocks)}
+    inputs = {
+        "hidden_states": noise(1, 4, 3, 10, 6), "timestep": torch.tensor([700]),
+        "encoder_hidden_states": noise(1, 11, 20), "indices_hidden_states": torch.arange(2, 5)[None],
+        "indices_latents_history_short": torch.arange(2)[None],
+        "latents_history_short": noise(1, 4, 2, 10, 6),
+    }  # fmt: skip
+    return model, inputs
+
+
+def minimax_h3() -> tuple[nn.Module, Inputs]:
+    """Packs text, video and audio in one sequence and splits the rows' indices with it; two outputs."""
+    from diffusers import MiniMaxH3Transformer3DModel
+
+    model = MiniMaxH3Transformer3DModel(
+        num_attention_heads=3, attention_head_dim=16, hidden_size=48, num_layers=2, num_refiner_layers=1,
+        ffn_dim=40, in_channels=2, audio_in_channels=6, text_dim=20, freq_dim=16, time_embed_hidden_dim=20,
+        time_embed_dim=24, rope_freq_dim=2,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": noise(1, 13, 8), "audio_hidden_states": noise(1, 4, 6),
+        "encoder_hidden_states": noise(1, 6, 20), "timestep": torch.tensor([0.7, 0.3]),
+        "timestep_indices": torch.arange(23) % 2, "token_tags": torch.tensor([1] * 6 + [0] * 13 + [2] * 4),
+        "position_ids": torch.arange(69).view(23, 3) % 7, "text_indices": torch.arange(6),
+        "video_indices": torch.arange(6, 19), "audio_indices": torch.arange(19, 23),
+    }  # fmt: skip
+    return model, inputs

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.parallel.refused_inputs import RefusedInput
 from ferry_support.quantized_patchers import quantized_patcher
 from ferry_support.sampling import TOLERANCE, difference, parallel, prompts, sample
 from ferry_support.tiny_models import is_newer_comfyui
@@ -62,10 +63,24 @@ def test_quantized_weights_are_counted_as_they_are(machine, form, cut):
     assert ("tp 2" in quantized.text) is cut
 
 
-def test_without_guidance_there_is_one_conditioning(machine):
+def test_without_guidance_there_is_one_conditioning(machine, monkeypatch):
+    """And where an input needs the whole sequence on each GPU, no sequence is shared."""
+    from comfyui_ferry.core.comfy_adapter import degree_planner
+
     advice = plan("qwen", cfg=1.0)
     assert advice.dims.cfg == 1
     assert advice.gpus == 4 or advice.gpus == 3  # three heads: a fourth rank has none
+    assert advice.dims.sequence_size > 1
+    found = degree_planner.find_plan("comfy.ldm.qwen_image.model.QwenImageTransformer2DModel")
+    refusing = replace(found, refused=(RefusedInput("pooled_output", "Only whole"),))
+    monkeypatch.setattr(degree_planner, "find_plan", lambda path: refusing)
+    model, given = PATCHERS["qwen"].build(), prompts("qwen")
+    negative = [[tokens, options | {"pooled_output": tokens[:, 0]}] for tokens, options in given["negative"]]
+    latent = PATCHERS["qwen"].latent()
+    advice = degree_planner.plan_degrees(
+        model, positive=given["positive"], negative=negative, latent=latent, cfg=1.0, max_gpus=4
+    )
+    assert advice.dims.sequence_size == 1 and advice.dims.tp > 1
 
 
 def test_no_worker_starts_and_nothing_stays_on_the_model(machine):
