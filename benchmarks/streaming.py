@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -74,6 +75,12 @@ def show(way: str, result: dict[str, Any], limits: dict[int, float]) -> None:
         f"{result['moved_a_step'] / 1e9:.2f}" if "moved_a_step" in result else "",
     ]
     print("| " + " | ".join(cells) + " |", flush=True)
+    for name, spans in (("steps", result["spans"]), ("launched in", result["launches"])):
+        rest = spans[1:] or spans
+        print(f"# {name}: first {spans[0]:.4f} s, then {min(rest):.4f} to {max(rest):.4f}", end=", ")
+        print(f"median {statistics.median(rest):.4f}", flush=True)
+    if "stall" in result:
+        print(f"# waits {result['stall']:.1%}, blocks {result['blocks']}", flush=True)
 
 
 def main() -> None:
@@ -88,7 +95,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--way", choices=list(WAYS))
     chosen = parser.parse_args()
-    budgets = [0.001] if chosen.tiny else chosen.budgets
+    budgets = [0.0006, 0.00065] if chosen.tiny and not chosen.way else chosen.budgets
     if chosen.way:
         in_bytes = tuple(int(budget * GIB) for budget in budgets)
         run_way(chosen.way, Work(chosen.model, in_bytes, chosen.steps, chosen.tiny))

@@ -80,14 +80,16 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._marks: list[Any] = []
+        self._launched_s: list[float] = []
 
     def start(self) -> None:
         """Begin anew, now."""
-        self._marks = []
+        self._marks, self._launched_s = [], []
         self.mark()
 
     def mark(self) -> None:
         """Note the end of a step."""
+        self._launched_s.append(time.perf_counter())
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -101,6 +103,10 @@ class Clock:
         if self._is_cuda:
             return [first.elapsed_time(last) / 1000 for first, last in pairs]
         return [last - first for first, last in pairs]
+
+    def launch_seconds(self) -> list[float]:
+        """Return how long the host took to launch every step."""
+        return [last - first for first, last in itertools.pairwise(self._launched_s)]
 
 
 def set_up(way: str, *, is_tiny: bool) -> None:
@@ -122,8 +128,9 @@ def set_up(way: str, *, is_tiny: bool) -> None:
     if way == "comfyui dynamic":
         import comfy_aimdo.control
 
-        comfy_aimdo.control.init()
-        if not comfy_aimdo.control.init_devices([0]):
+        comfy_aimdo.control.init(nvml_pressure=not args.disable_nvml_pressure)
+        devices = [(0, int(args.vram_headroom * GIB))]
+        if not is_tiny and not comfy_aimdo.control.init_devices(devices):
             raise RuntimeError("comfy-aimdo does not work here")
 
 

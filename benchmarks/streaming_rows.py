@@ -43,6 +43,7 @@ def measure(
     spans = clock.seconds()
     result: Result = {"seconds": sum(spans) / len(spans), "low": min(spans), "high": max(spans)}
     result["steps"] = work.steps
+    result["spans"], result["launches"] = spans, clock.launch_seconds()
     if moved_bytes:
         result["moved_a_step"] = (moved_bytes() - before) / work.steps
     if not work.is_tiny:
@@ -120,11 +121,12 @@ def run_dynamic(work: Work) -> Iterator[Result]:
     clock = Clock(work.device)
     sample = comfy_sampling(patcher, work, clock)
     torch.zeros(1, device=work.device)
-    with ballast(budget + _ACTIVATION_BYTES) as free_at_start:
+    with contextlib.nullcontext(0) if work.is_tiny else ballast(budget + _ACTIVATION_BYTES) as free_at_start:
         comfy.model_management.load_models_gpu([patcher])
         found = measure(sample, work, clock)
-        # Not in torch's figures: dynamic VRAM maps its own.
-        found["peak"] = free_at_start - torch.cuda.mem_get_info()[0]
+        if not work.is_tiny:
+            # Not in torch's figures: dynamic VRAM maps its own.
+            found["peak"] = free_at_start - torch.cuda.mem_get_info()[0]
     yield found | {"budget": budget}
 
 
