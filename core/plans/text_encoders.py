@@ -121,6 +121,7 @@ PLANS: tuple[ModelPlan, ...] = (
     _language_model("Qwen2.5 3B", "Qwen25_3B"),
     _language_model("Qwen3 4B", "Qwen3_4B"),
     _language_model("Qwen3 8B", "Qwen3_8B"),
+    _language_model("Ovis 2.5 2B", "Ovis25_2B"),
     _language_model("Mistral Small 24B", "Mistral3Small24B"),
     _language_model("Llama 3 8B", "Llama2"),
     _language_model("Gemma 2 2B", "Gemma2_2B"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -100,6 +101,26 @@ def ltx_config(*, noisy: bool) -> dict[str, Any]:
         ],
         "encoder_base_channels": 8, "decoder_base_channels": 8,
     }  # fmt: skip
+
+
+def wan_vae() -> Any:
+    """Return a ``comfy.sd.VAE`` as the loader makes it from a file, 8 channels wide."""
+    import comfy.ldm.wan.vae
+    import comfy.sd
+
+    model = comfy.ldm.wan.vae.WanVAE(
+        dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, temperal_downsample=[False, True, True]
+    )
+    return comfy.sd.VAE(sd=randomize(model).state_dict(), dtype=torch.float32)
+
+
+def ltx_vae() -> Any:
+    """Return LTX-Video's, whose file describes it in its metadata, and which draws noise."""
+    import comfy.sd
+
+    state = {name: tensor.clone() for name, tensor in build_ltx(noisy=True).state_dict().items()}
+    metadata = {"config": json.dumps({"vae": ltx_config(noisy=True)})}
+    return comfy.sd.VAE(sd=state, dtype=torch.float32, metadata=metadata)
 
 
 def latent(*shape: int) -> torch.Tensor:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from ferry_support.quantized_patchers import quantized_patcher
 from ferry_support.sampling import CFG_2, ULYSSES_2, difference, parallel, sample, with_lora
+from ferry_support.tiny_autoencoders import latent, ltx_vae, wan_vae
 from ferry_support.tiny_models import is_newer_comfyui
 from ferry_support.tiny_patchers import PATCHERS
+from ferry_support.tiny_prompt_encoders import tiny_prompt_clip
 
 pytestmark = [pytest.mark.comfy, pytest.mark.multigpu, pytest.mark.timeout(240)]
 
@@ -91,3 +93,42 @@ def test_two_gpus_tell_what_they_did(degrees, monkeypatch):
     assert told["evaluation_s"] > 0
     assert 0 < told["exchange_share"] < 1
     assert all(rank["memory_bytes"] > 0 and 0 < rank["computes"] < 1 for rank in told["ranks"])
+
+
+def test_batches_pictures_and_prompts_of_two_gpus_equal_those_of_one():
+    """Three samples on two groups, strips of a VAE with and without noise, a T5 with five heads."""
+    from comfyui_ferry.core.comfy_adapter import make_parallel_clip, make_parallel_vae
+
+    limit = LIMITS[torch.float32]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    model, batch_2 = PATCHERS["flux"].build(load_device="cuda"), ULYSSES_2 | {"ulysses_degree": 1}
+    one = PATCHERS["flux"].latent()["samples"]
+    latents = [{"samples": torch.zeros(3, *one.shape[1:])} for _ in range(2)]
+    expected = sample(model, "flux", latent=latents[0])
+    shared = sample(parallel(model, batch_2 | {"batch_degree": 2}), "flux", latent=latents[1])
+    print("batch", difference(shared, expected))
+    assert difference(shared, expected) <= limit
+    pictures = [("wan", wan_vae(), latent(2, 16, 1, 5, 4)), ("wan", wan_vae(), latent(1, 16, 2, 3, 7))]
+    if is_newer_comfyui():
+        pictures.append(("ltx", ltx_vae(), latent(1, 128, 3, 5, 4)))
+    for name, vae, whole in pictures:
+        found = []
+        for each in (vae, make_parallel_vae(vae, gpus=2)):
+            torch.manual_seed(3)
+            with torch.inference_mode():
+                found.append((each.decode(whole).cpu(), torch.rand(1, device="cuda").cpu()))
+        print(name, (found[0][0] - found[1][0]).abs().max())
+        assert (found[0][0] - found[1][0]).abs().max() <= limit  # pixels are 0 to 1
+        assert torch.equal(found[0][1], found[1][1])
+    for form in (None, "float8_e4m3fn") if is_newer_comfyui() else (None,):
+        # fp8 products quantize inputs: sums in another order push some of them to the next value.
+        limit = LIMITS[torch.float32 if form is None else torch.bfloat16]
+        clip = tiny_prompt_clip(form=form)
+        for prompt in ("a red fox", "an old:1.4 house by:0.5 the sea", ""):
+            conds = [
+                each.encode_from_tokens_scheduled(each.tokenize(prompt))[0][0].float().cpu()
+                for each in (clip, make_parallel_clip(clip, gpus=2))
+            ]
+            error = (conds[0] - conds[1]).abs().max() / conds[0].abs().max()
+            print("prompt", form, error)
+            assert error <= limit

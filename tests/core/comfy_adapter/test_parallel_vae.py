@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
 from ferry_support.sampling import TOLERANCE, worker_processes
-from ferry_support.tiny_autoencoders import build_ltx, latent, ltx_config
+from ferry_support.tiny_autoencoders import latent, ltx_vae, wan_vae
 from ferry_support.tiny_clip_vae import tiny_vae
-from ferry_support.tiny_models import is_newer_comfyui, randomize
+from ferry_support.tiny_models import is_newer_comfyui
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300), pytest.mark.usefixtures("workers_of_the_file")]
-
-
-def wan_vae() -> Any:
-    """Return a ``comfy.sd.VAE`` as the loader makes it from a file, 8 channels wide."""
-    import comfy.ldm.wan.vae
-    import comfy.sd
-
-    model = comfy.ldm.wan.vae.WanVAE(
-        dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, temperal_downsample=[False, True, True]
-    )
-    return comfy.sd.VAE(sd=randomize(model).state_dict(), dtype=torch.float32)
-
-
-def ltx_vae() -> Any:
-    """Return LTX-Video's, whose file describes it in its metadata, and which draws noise."""
-    import comfy.sd
-
-    state = {name: tensor.clone() for name, tensor in build_ltx(noisy=True).state_dict().items()}
-    metadata = {"config": json.dumps({"vae": ltx_config(noisy=True)})}
-    return comfy.sd.VAE(sd=state, dtype=torch.float32, metadata=metadata)
 
 
 def test_noise_is_that_of_one_process() -> None:

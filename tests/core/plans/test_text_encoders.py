@@ -31,12 +31,14 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
 NEWER = {
     "Qwen3, fused": lambda: build_language_model("Qwen3_8B", merged_qkv=True, merged_mlp=True),
     "Gemma 3": build_gemma3,
+    "Ovis 2.5": lambda: build_language_model("Ovis25_2B"),
 }
 ROWS = (
     PartRow("T5", "T5-XXL: FLUX.1, Stable Diffusion 3 and 3.5, LTX-Video", ("T5",)),
     PartRow("T5 with biases in every block", "UMT5-XXL: Wan", ("UMT5",)),
     PartRow("Qwen25_7BVLI", "Qwen-Image, HunyuanVideo 1.5, LongCat-Image", ("Qwen2.5-VL",)),
     PartRow("Qwen3_4B, Qwen3_8B", "Z-Image, FLUX.2-klein", ("Qwen3", "Qwen3, fused")),
+    PartRow("Ovis25_2B", "Ovis-Image", ("Ovis 2.5",), newer_only=True),
     PartRow("Mistral3Small24B", "FLUX.2-dev", ("Mistral",)),
     PartRow("Llama2", "Llama 3 8B: HunyuanVideo 1.0, HiDream", ("Llama",)),
     PartRow("Gemma2_2B", "Lumina 2", ("Gemma 2",)),
