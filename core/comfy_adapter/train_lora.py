@@ -129,6 +129,7 @@ def run_lora_training(
                 identity=identity,
                 start=start,
                 manager=run.manager,
+                recorded=run.network.recorded,
                 previewer=previewer if can_show(model, preview) else None,
             )
             with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import FerryError, SaveError
 from ..log import get_logger
 from ..offload import OffloadTrainingManager
-from ..training import Training, TrainingState
+from ..training import RecordedBlocks, Training, TrainingState
 from .lora_files import save_lora, verify_lora
 from .portable_lora import portable_lora
 from .running_trainings import RunningTraining, TrainingProgress, show_text
@@ -43,6 +43,7 @@ class TrainingSession:
         identity: What has to stay the same for a resume, see ``TrainingState``.
         start: The state to go on from.
         manager: The offload engine, for its figures.
+        recorded: The recordings of its blocks, for their memory.
         previewer: Makes pictures; None if nothing turns this model's latents into one.
     """
 
@@ -55,6 +56,7 @@ class TrainingSession:
         identity: Mapping[str, str],
         start: TrainingState | None,
         manager: OffloadTrainingManager | None,
+        recorded: RecordedBlocks | None = None,
         previewer: Previewer | None = None,
     ) -> None:
         self.model = model
@@ -63,6 +65,7 @@ class TrainingSession:
         self.identity = dict(identity)
         self.start = start
         self.manager = manager
+        self.recorded = recorded
         self.previewer = previewer
         self.states = RunStates(request.saves.prefix, keep=request.saves.keep_states)
         self.progress = TrainingProgress(0, request.training.steps)
@@ -266,8 +269,9 @@ class TrainingSession:
         values: dict[str, Any] = {}
         device = self.model.load_device
         if device.type == "cuda":
-            values["gpu_bytes"] = torch.cuda.memory_allocated(device)
-            values["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            recorded_bytes = self.recorded.pool_bytes if self.recorded is not None else 0
+            values["gpu_bytes"] = torch.cuda.memory_allocated(device) + recorded_bytes
+            values["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(device) + recorded_bytes
             values["gpu_total_bytes"] = torch.cuda.get_device_properties(device).total_memory
         if self.manager is None:
             return values

@@ -8,6 +8,7 @@ What this module does not do: the arithmetic is in ``planner``.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -178,8 +179,10 @@ class ResidencyTuner:
         if budget_bytes is None:
             budget_bytes = profile.other_bytes + 10 * profile.total_bytes
         reserve = self.reserve()
+        # In the plan's own figures too: its peak is what will be seen.
+        reserved = dataclasses.replace(profile, other_bytes=profile.other_bytes + reserve)
         try:
-            self.plan = self._plan(profile, budget_bytes - reserve)
+            self.plan = self._plan(reserved, budget_bytes)
             self.has_reserve = True
         except RequestError:
             if not reserve:

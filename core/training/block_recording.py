@@ -59,6 +59,13 @@ class CudaGraphRecorder:
             graph.capture_end()
         return graph.replay
 
+    def pool_bytes(self) -> int:
+        """Return the memory of the pool, which PyTorch's peaks do not count while graphs are replayed."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(each["total_size"] for each in segments if each["segment_pool_id"] == tuple(self._pool))
+
 
 @dataclass(frozen=True)
 class Meta:

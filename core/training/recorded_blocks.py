@@ -74,6 +74,7 @@ class RecordedBlocks:
         self._recordings: OrderedDict[tuple, BlockRecording] = OrderedDict()
         self._hooks: list[_RecordHook] = []
         self._turn = 0
+        self._pool_seen = 0, 0
 
     def install(self) -> None:
         """Hook the blocks; after whatever moves their weights and before what rewrites them."""
@@ -128,6 +129,15 @@ class RecordedBlocks:
             kind = type(hook.block.module)
             needed[kind] = max(needed.get(kind, 0), *found, 0)
         return sum(needed.values())
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory that recordings keep for their kernels' results."""
+        if isinstance(self._recorder, CudaGraphRecorder):
+            if self._pool_seen[0] != len(self._recordings):
+                self._pool_seen = len(self._recordings), self._recorder.pool_bytes()
+            return self._pool_seen[1]
+        return 0
 
     @property
     def num_recordings(self) -> int:
