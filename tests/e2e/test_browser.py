@@ -13,6 +13,7 @@ import pytest
 from ferry_support.browser import FIT_VIEW, load, open_page, page_beside
 from ferry_support.comfy_server import PACK, ComfyServer, comfyui_version
 from ferry_support.opened_workflows import NAMES, Canvas, path_of, runs_here
+from ferry_support.tiny_models import is_newer_comfyui
 from ferry_support.workflow_models import MODELS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.e2e, pytest.mark.timeout(500)]
@@ -112,6 +113,8 @@ def test_drop_the_workflow_press_run_see_the_picture(
 
 
 _ADD_NODE = """type => { const node = LiteGraph.createNode(type); app.graph.add(node); return node.id; }"""
+_ADD_AT = """([type, x]) => { const node = LiteGraph.createNode(type); node.pos = [x, 0]; app.graph.add(node);
+    return node.id; }"""
 _SET = """([id, name, value]) => {
     const widget = app.graph.getNodeById(id).widgets.find(w => w.name === name);
     widget.value = value; widget.callback?.(value); }"""
@@ -125,7 +128,8 @@ _VALUES = """id => Object.fromEntries(app.graph.getNodeById(id).widgets
     .filter(({name}) => /^gpus$|^(cfg|ulysses|ring|tensor_parallel)_degree$/.test(name))
     .map(({name, value}) => [name, value]))"""
 _UNUSED = {"ring_degree": 1, "tensor_parallel_degree": 1}
-_NO_SETTINGS = {"Ferry.Gpus": [], "Ferry.VramBudgetGb": 0, "Ferry.RamBudgetGb": 0}
+_NODES_2_0 = "Comfy.VueNodes.Enabled"
+_NO_SETTINGS = {"Ferry.Gpus": [], "Ferry.VramBudgetGb": 0, "Ferry.RamBudgetGb": 0, _NODES_2_0: False}
 _PANELS_SAVED = """() => app.graph.serialize().nodes.some((saved, index) => saved.widgets_values.length
     > app.graph._nodes[index].widgets.filter(widget => widget.type !== 'ferry_panel').length)"""
 
@@ -201,24 +205,37 @@ def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, scr
     assert not page.evaluate(_PANELS_SAVED)  # the map is no part of the workflow
 
 
-def test_settings_decide_what_auto_means_and_the_words_are_chinese(
+def test_settings_decide_what_auto_means_in_chinese_with_light_nodes_2_0(
     opened: Any, server: ComfyServer, screenshots: Path
 ) -> None:
     """On a machine that seems to have four GPUs; the server itself computes on the CPU."""
     words = json.loads((PACK / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["ferry"]
     page = page_beside(opened)
     page.route("**/ferry/machine", lambda route: route.fulfill(json=_FOUR_GPUS))
-    server.post("/settings", {"Comfy.Locale": "zh", "Comfy.ColorPalette": "light"})
+    server.post("/settings", {"Comfy.Locale": "zh", "Comfy.ColorPalette": "light", _NODES_2_0: True})
     try:
         load(page, server.url)
         page.evaluate("() => app.graph.clear()")
         node = page.evaluate(_ADD_NODE, "FerryParallelModel")
-        budgets = page.evaluate(_ADD_NODE, "FerryOffloadModel")
-        page.evaluate("id => { app.graph.getNodeById(id).pos = [400, 0]; }", budgets)
+        page.evaluate(_ADD_AT, ["FerryOffloadModel", 400])
+        training = page.evaluate(_ADD_AT, ["FerryTrainLoraOffload", 800])
         # A new node suits the machine.
         assert page.evaluate(_VALUES, node) == {"gpus": 4, "cfg_degree": 1, "ulysses_degree": 4} | _UNUSED
         assert page.evaluate("id => app.graph.getNodeById(id).title", node) == "并行模型"
-        assert words["VRAM: auto is whatever ComfyUI has free."] in page.locator(".ferry-budget").inner_text()
+        assert words["VRAM: auto is what is free."] in page.locator(".ferry-budget").first.inner_text()
+        shown = page.locator(f"[data-node-id='{training}']")
+        shown.get_by_text("resume_from").wait_for(timeout=10_000)
+        assert shown.get_by_text("weight_decay").count() == 0
+        assert (
+            page.evaluate("id => app.graph.getNodeById(id).size[1]", training) < 1100
+        )  # no room left for it
+        fold = shown.locator(".ferry-fold button")
+        assert fold.count() == (0 if is_newer_comfyui() else 1)  # 0.33 folds by itself
+        if fold.count():
+            fold.evaluate("button => button.click()")  # it then lies below the window
+            shown.get_by_text("weight_decay").wait_for(timeout=10_000)
+            fold.evaluate("button => button.click()")
+            shown.get_by_text("weight_decay").wait_for(state="detached", timeout=10_000)
         page.evaluate(FIT_VIEW)
         page.evaluate(
             _TELL,

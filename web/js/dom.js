@@ -22,6 +22,8 @@ export function button(text, title, onclick) {
   return element("button", { type: "button", className: "ferry-button", textContent: text, title, onclick, style });
 }
 
+const WIDGET_GAP = 4; // between a node's widgets, on the canvas
+
 // From top to bottom; extensions are loaded in any order.
 const PANELS = ["ferry_fold", "ferry_gpu_map", "ferry_offload", "ferry_training", "ferry_budget"];
 
@@ -39,19 +41,29 @@ export function addPanel(node, name, content, height, margin = 10) {
   panels.sort((one, other) => PANELS.indexOf(one.name) - PANELS.indexOf(other.name));
   node.widgets.splice(node.widgets.length - panels.length, panels.length, ...panels);
   // A new node is as large as it was without the panel, and so is one from a workflow saved before.
+  let isNew = true;
   const before = node.onConfigure;
   node.onConfigure = function (...values) {
     const result = before?.apply(this, values);
+    isNew = false;
     fit(node);
     return result;
   };
-  queueMicrotask(() => fit(node));
+  queueMicrotask(() => fit(node, isNew));
   return widget;
 }
 
-function fit(node) {
+function fit(node, isNew = false) {
   const [width, height] = node.computeSize();
-  node.setSize([Math.max(width, node.size[0]), Math.max(height, node.size[1])]);
+  const lowest = height - leftOutHeight(node);
+  node.setSize([Math.max(width, node.size[0]), isNew ? lowest : Math.max(lowest, node.size[1])]);
+}
+
+/** Nodes 2.0 leaves out advanced inputs, for which the canvas makes room, and grows by itself when it shows them. */
+function leftOutHeight(node) {
+  if (!window.LiteGraph?.vueNodesMode || node.showAdvanced) return 0;
+  const advanced = node.widgets.filter((widget) => widget.options?.advanced);
+  return advanced.length * (LiteGraph.NODE_WIDGET_HEIGHT + WIDGET_GAP);
 }
 
 /** Call `update` whenever one of the named widgets, a link or the whole node changes. */

@@ -1,5 +1,5 @@
 // On nodes with many inputs, those that ComfyUI calls advanced are folded away: at their default and without a link.
-// ComfyUI's Vue nodes do so themselves.
+// ComfyUI's Nodes 2.0 do so themselves where the front-end has a setting for it.
 
 import { app } from "../../../scripts/app.js";
 import { addPanel, button, element, PANEL_STYLE } from "./dom.js";
@@ -12,8 +12,9 @@ const ALWAYS_SHOWN = "Comfy.Node.AlwaysShowAdvancedWidgets";
 app.registerExtension({
   name: "ComfyUI-Ferry.Fold",
   nodeCreated(node) {
-    if (!node.comfyClass?.startsWith("Ferry") || window.LiteGraph?.vueNodesMode) return;
-    if (app.ui.settings.getSettingValue(ALWAYS_SHOWN)) return;
+    if (!node.comfyClass?.startsWith("Ferry")) return;
+    const alwaysShown = app.ui.settings.getSettingValue(ALWAYS_SHOWN);
+    if (alwaysShown || (window.LiteGraph?.vueNodesMode && alwaysShown != null)) return;
     const widgets = (node.widgets ?? []).filter((widget) => widget.options?.advanced);
     if (widgets.length >= FEWEST) new Fold(node, widgets);
   },
@@ -47,6 +48,8 @@ class Fold {
     const count = this.widgets.filter((widget) => widget.hidden).length;
     this.button.textContent = this.folded ? say("More inputs ({count})", { count }) : say("Fewer inputs");
     this.button.setAttribute("aria-expanded", String(!this.folded));
+    // Nodes 2.0 looks at its inputs again when their list changes.
+    if (window.LiteGraph?.vueNodesMode) node.widgets.push(node.widgets.pop());
     node.setSize([node.size[0], node.computeSize()[1]]);
     node.setDirtyCanvas?.(true, true);
   }
@@ -57,6 +60,7 @@ function hide(widget, hidden) {
   // ComfyUI 0.3.75 draws no hidden widget, but leaves its place; 4 pixels go between widgets.
   if (hidden) widget.computeSize = () => [0, -4];
   else delete widget.computeSize;
+  if (window.LiteGraph?.vueNodesMode) widget.options.hidden = hidden;
 }
 
 /** Whether nothing is hidden that somebody chose: the value is the default, and no link brings another. */

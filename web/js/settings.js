@@ -11,8 +11,8 @@ const BUDGETS = {
 };
 // What 0 means without a setting, and how high the lines are.
 const BUDGET_NODES = {
-  FerryOffloadModel: ["VRAM: auto is whatever ComfyUI has free.", "", 44],
-  FerryLoadDiffusionModelOffload: ["VRAM: auto is whatever ComfyUI has free.", "RAM: auto is the whole model.", 58],
+  FerryOffloadModel: ["VRAM: auto is what is free.", "", 44],
+  FerryLoadDiffusionModelOffload: ["VRAM: auto is what is free.", "RAM: auto is the whole model.", 58],
   FerryTrainLoraOffload: ["VRAM: auto is what is free.", "RAM: auto is no limit.", 58],
 };
 const GB = 1e9;
@@ -105,7 +105,7 @@ function describeBudgets(node) {
     const widget = node.widgets?.find((found) => found.name === name);
     if (!widget || Number(widget.value) !== 0) continue;
     const gb = app.ui.settings.getSettingValue(setting);
-    if (gb) lines.push(say("{what}: auto is {gb} GB, by Settings > Ferry.", { what: say(what), gb }));
+    if (gb) lines.push(say("{what}: auto is {gb} GB (Settings).", { what: say(what), gb }));
     else lines.push(say(what === "VRAM" ? freeVram : freeRam));
   }
   return lines.join("\n");
