@@ -175,7 +175,8 @@ def advanced_inputs() -> list[Any]:
             "targets",
             default="",
             tooltip="Layers to train, as paths with * for one name, separated by commas; a leading - takes "
-            "layers out. Empty: the attention and MLP layers of all blocks, or what suits the family.",
+            "layers out. Empty: the attention and MLP layers of all blocks, or what suits the family. "
+            "+biases and +norms train their biases, and the blocks' norms, too.",
         ),
     ]
 

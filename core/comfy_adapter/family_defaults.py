@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from ..training import OPTIMIZERS, auto_learning_rate
+from ..training import OPTIMIZERS, auto_learning_rate, split_patterns
 from ..training.families import FamilyDefaults, find_family
 from .user_settings import default_budget_gb
 
@@ -62,11 +62,12 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
     family = model_family(model)
     values = _LATER_INPUTS | widgets
     _check_guidance(model, family, values["guidance"])
+    patterns, extras = split_patterns(values["targets"])
     automatic = {
         "rank": not values["rank"],
         "alpha": not values["alpha"],
         "learning_rate": not values["learning_rate"],
-        "targets": not values["targets"].strip() and bool(family.targets),
+        "targets": not patterns and bool(family.targets),
         "loss_function": values["loss_function"] == AUTO,
         "timestep_sampling": values["timestep_sampling"] == AUTO,
         "timestep_shift": not values["timestep_shift"] and family.shift is not None,
@@ -79,7 +80,7 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
         # A rank of one's own keeps the family's proportion, so that the learning rate still fits.
         "alpha": family.alpha / family.rank * rank,
         "learning_rate": _rate(family, values),
-        "targets": family.targets,
+        "targets": ", ".join([family.targets, *sorted(extras)]),
         "loss_function": family.loss,
         "timestep_sampling": family.timestep_sampling,
         "timestep_shift": family.shift,
@@ -129,6 +130,11 @@ def _noise_range(family: FamilyDefaults, asked: str) -> tuple[float, float]:
     return (family.expert_boundary, 1.0) if asked == "high" else (0.0, family.expert_boundary)
 
 
+def _layers(targets: str) -> str:
+    patterns, extras = split_patterns(targets)
+    return ", ".join([*(patterns or ["attention and MLP of all blocks"]), *sorted(extras)])
+
+
 def _describe(family: FamilyDefaults, values: dict[str, Any], automatic: dict[str, bool]) -> str:
     def part(name: str, text: str) -> str:
         return f"{text} (auto)" if automatic.get(name) else text
@@ -138,7 +144,7 @@ def _describe(family: FamilyDefaults, values: dict[str, Any], automatic: dict[st
         part("rank", f"rank {values['rank']}"),
         part("alpha", f"alpha {values['alpha']:g}"),
         part("learning_rate", f"learning rate {values['learning_rate']:g}"),
-        part("targets", f"layers {values['targets'].strip() or 'attention and MLP of all blocks'}"),
+        part("targets", f"layers {_layers(values['targets'])}"),
         part("loss_function", f"{values['loss_function']} loss"),
         part("timestep_sampling", f"{values['timestep_sampling']} noise levels"),
         part("timestep_shift", f"shift {shift:g}" if shift else "the model's own shift"),

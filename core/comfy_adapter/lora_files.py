@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..errors import RequestError, SaveError
 from ..training import ALGORITHMS, save_verified
 
 # What is still zero after a training has learned nothing; of each algorithm.
-_ZERO_AT_START = (".lora_up.weight", ".lora_B.weight", ".lokr_w2", ".lokr_w2_a", ".hada_w2_a")
+_ZERO_AT_START = (".lora_up.weight", ".lora_B.weight", ".lokr_w2", ".lokr_w2_a", ".hada_w2_a", ".diff")
 
 
 def check_prefix(prefix: str) -> None:
@@ -80,11 +80,15 @@ def verify_lora(model: Any, lora: Mapping[str, Tensor]) -> None:
     """
     key_map = comfy.lora.model_lora_keys_unet(model.model, {})
     patches = comfy.lora.load_lora(dict(lora), key_map, log_missing=False)
-    taken = {key for patch in patches.values() for key in patch.loaded_keys}
+    names = {id(tensor): name for name, tensor in lora.items()}
+    taken = {key for patch in patches.values() for key in getattr(patch, "loaded_keys", ())}
+    taken |= {
+        names[id(tensor)] for patch in patches.values() for tensor in _tensors(patch) if id(tensor) in names
+    }
     # These are read by the loader itself, with the adapter of the same name.
-    names = [name for kind in ALGORITHMS.values() for name in kind.file_names.values()]
-    names += ["lora_B.weight"]
-    layers = {key.removesuffix(f".{name}") for key in taken for name in names if key.endswith(f".{name}")}
+    ends = [name for kind in ALGORITHMS.values() for name in kind.file_names.values()]
+    ends += ["lora_B.weight"]
+    layers = {key.removesuffix(f".{end}") for key in taken for end in ends if key.endswith(f".{end}")}
     taken |= {f"{layer}.{name}" for layer in layers for name in ("alpha", "dora_scale")}
     skipped = sorted(key for key in lora if key not in taken)
     unknown = sorted({_layer(key) for key in patches} - set(model.model.state_dict()))
@@ -112,6 +116,11 @@ def _layer(key: Any) -> str:
     return key if isinstance(key, str) else key[0]
 
 
+def _tensors(patch: Any) -> Sequence[Any]:
+    """Return what a patch is made of: an adapter's tensors, or what is added to a norm or a bias."""
+    return patch[1] if isinstance(patch, tuple) else patch.weights
+
+
 def _still_zero(patches: Mapping[Any, Any], lora: Mapping[str, Tensor]) -> list[str]:
     """Return what is zero in layers of which nothing has learned.
 
@@ -121,7 +130,7 @@ def _still_zero(patches: Mapping[Any, Any], lora: Mapping[str, Tensor]) -> list[
     learned = set()
     names = {id(tensor): name for name, tensor in lora.items()}
     for key, patch in patches.items():
-        for tensor in patch.weights:
+        for tensor in _tensors(patch):
             name = names.get(id(tensor), "")
             if name.endswith(_ZERO_AT_START):
                 if bool(lora[name].any()):

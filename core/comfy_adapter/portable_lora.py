@@ -84,7 +84,7 @@ def _renamed(
     renamed: dict[str, Tensor] = {}
     for key, tensor in lora.items():
         path, suffix = _split(key)
-        parts = parts_of(path)
+        parts = parts_of(path) if suffix else []  # diffusers knows no additions to norms and biases
         if not parts:
             renamed[key] = tensor
         for part in parts:
@@ -114,4 +114,6 @@ def _without_alpha(lora: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif key.endswith(f".{_UP}"):
             scale = float(lora[f"{stem}{_ALPHA}"]) / lora[f"{stem}{_DOWN}"].shape[0]
             plain[f"{stem}lora_B.weight"] = (tensor.float() * scale).to(tensor.dtype)
+        elif not key.endswith(f".{_ALPHA}"):
+            plain[key] = tensor  # of a norm or a bias, which diffusers does not know
     return plain

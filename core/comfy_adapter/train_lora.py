@@ -159,7 +159,8 @@ def training_identity(
     weights = fingerprint_model(patcher.model.diffusion_model)
     # A cache knows its content without being read.
     content = data.digest if data else fingerprint([fingerprint(sample.read()) for sample in samples])
-    layers = fingerprint([target.path for target in targets])
+    biases = ["biases"] if request.lora.trains_biases else []
+    layers = fingerprint([*(target.path for target in targets), *biases])
     return {
         "base model": f"{type(patcher.model).__name__} {weights}",
         "dataset": f"{len(samples)} latents {content}",

@@ -27,7 +27,7 @@ from .schedule import SCHEDULES, learning_rate_factor
 from .self_check import check_managed_bytes, check_same_output, model_bytes
 from .shares import Helpers, MicroStep, Share, check_shares
 from .state_file import TrainingState, check_identity, read_state, save_state
-from .targets import Block, Target, find_blocks, is_linear, select_targets
+from .targets import Block, Target, find_blocks, is_linear, select_targets, split_patterns
 from .trainer import Training, train
 
 __all__ = [
@@ -86,5 +86,6 @@ __all__ = [
     "save_verified",
     "seed_torch",
     "select_targets",
+    "split_patterns",
     "train",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Adapter(nn.Module):
     """One adapter.
 
     Attributes:
-        file_names: What each parameter is called in a file, after the layer's path.
+        file_names: What each parameter is called in a file, after the layer's path; its own name if not here.
         zero: The parameter that is zero at the start; as long as it is, no other one gets a gradient.
 
     Args:
@@ -42,13 +42,17 @@ class Adapter(nn.Module):
         alpha: The addition is scaled by ``alpha / rank``.
     """
 
-    file_names: ClassVar[Mapping[str, str]] = {}
+    file_names: Mapping[str, str] = {}
     zero: str = ""
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, alpha: float) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.rank, self.scale = rank, alpha / rank
+
+    def add_bias(self) -> None:
+        """Train an addition to the layer's bias too; zero at the start."""
+        self.diff_b = nn.Parameter(torch.zeros(self.out_features))
 
     def start(self, random: torch.Generator, layer: nn.Module) -> None:
         """Draw the start values on the host; ``layer`` is where it will sit."""
@@ -62,7 +66,9 @@ class Adapter(nn.Module):
         """Return the layer's output with the adapter; ``forward`` is the layer's own."""
         output = forward(x)
         # Not in place: the output may be a view or saved for the layer's own backward.
-        return output + self(x).to(output.dtype)
+        output = output + self(x).to(output.dtype)
+        bias = self._parameters.get("diff_b")
+        return output if bias is None else output + bias.to(output.dtype)
 
     def zero_parameter(self) -> nn.Parameter:
         """Return the parameter named by ``zero``."""
@@ -77,7 +83,7 @@ class LoraAdapter(Adapter):
         lora_up: ``(out, r)``, zero at the start.
     """
 
-    file_names: ClassVar[Mapping[str, str]] = {"lora_up": "lora_up.weight", "lora_down": "lora_down.weight"}
+    file_names: Mapping[str, str] = {"lora_up": "lora_up.weight", "lora_down": "lora_down.weight"}
     zero = "lora_up"
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, alpha: float) -> None:
@@ -106,7 +112,7 @@ class DoraAdapter(LoraAdapter):
         dora_scale: ``(1, in)``, at the start the norms of the layer's weight.
     """
 
-    file_names: ClassVar[Mapping[str, str]] = {**LoraAdapter.file_names, "dora_scale": "dora_scale"}
+    file_names: Mapping[str, str] = {**LoraAdapter.file_names, "dora_scale": "dora_scale"}
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, alpha: float) -> None:
         super().__init__(in_features, out_features, rank=rank, alpha=alpha)
@@ -149,9 +155,7 @@ class LokrAdapter(Adapter):
             ``lokr_w2_b`` ``(r, in_2)``.
     """
 
-    file_names: ClassVar[Mapping[str, str]] = {
-        name: name for name in ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-    }
+    file_names: Mapping[str, str] = {name: name for name in ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, alpha: float) -> None:
         super().__init__(in_features, out_features, rank=rank, alpha=alpha)
@@ -194,7 +198,7 @@ class LohaAdapter(Adapter):
         hada_w2_b: ``(r, in)``, normal of deviation 1.
     """
 
-    file_names: ClassVar[Mapping[str, str]] = {
+    file_names: Mapping[str, str] = {
         name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     }
     zero = "hada_w2_a"

@@ -10,6 +10,7 @@ from .adapters import ALGORITHMS
 from .loss import LOSSES
 from .optimizer import OPTIMIZERS, check_installed
 from .schedule import SCHEDULES
+from .targets import BIASES, split_patterns
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class LoraConfig:
     Attributes:
         rank: Inner width ``r`` of their matrices.
         alpha: The adapter's output is scaled by ``alpha / rank``; stored in the file, never trained.
-        targets: Which layers get one; the syntax is that of ``targets.select_targets``.
+        targets: Which layers get one; the syntax is that of ``targets.select_targets``. With ``+biases``
+            in it, the biases of these layers are trained too.
         algorithm: A key of ``adapters.ALGORITHMS``.
     """
 
@@ -32,6 +34,11 @@ class LoraConfig:
         _at_least("rank", self.rank, 1)
         _positive("alpha", self.alpha)
         _one_of("algorithm", self.algorithm, list(ALGORITHMS))
+
+    @property
+    def trains_biases(self) -> bool:
+        """Whether the targets' biases are trained too."""
+        return BIASES in split_patterns(self.targets)[1]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ..module_hooks import Forward, ModuleHook, install_hook, remove_hook
 from .adapters import ALGORITHMS, Adapter, check_layer
 from .config import LoraConfig
 from .data import generator
-from .targets import Target
+from .norm_adapter import NormAdapter
+from .targets import Target, is_linear
 
 _LOG = get_logger("training")
 _HOOK = "lora"
@@ -63,11 +64,8 @@ class LoraAdapters:
         self._hooks: dict[str, _LoraHook] = {}
         self._installed: list[str] = []
         for path, target in self.targets.items():
-            layer: Any = target.layer
-            check_layer(config.algorithm, path, layer)
-            kind = ALGORITHMS[config.algorithm]
-            adapter = kind(layer.in_features, layer.out_features, rank=config.rank, alpha=config.alpha)
-            adapter.start(generator(seed, "lora", path), layer)
+            adapter = _build(path, target.layer, config)
+            adapter.start(generator(seed, "lora", path), target.layer)
             self._hooks[path] = _LoraHook(adapter.to(device))
 
     def __len__(self) -> int:
@@ -179,9 +177,21 @@ class LoraAdapters:
             for name, parameter in adapter.named_parameters():
                 kept = torch.float32 if name == "dora_scale" else dtype
                 value = parameter.detach().to("cpu", kept, copy=True)
-                tensors[f"{prefix}{path}.{adapter.file_names[name]}"] = value.contiguous()
-            tensors[f"{prefix}{path}.alpha"] = torch.tensor(float(self.config.alpha))
+                tensors[f"{prefix}{path}.{adapter.file_names.get(name, name)}"] = value.contiguous()
+            if not isinstance(adapter, NormAdapter):
+                tensors[f"{prefix}{path}.alpha"] = torch.tensor(float(self.config.alpha))
         return tensors
+
+
+def _build(path: str, layer: Any, config: LoraConfig) -> Adapter:
+    if not is_linear(layer):
+        return NormAdapter(layer)
+    check_layer(config.algorithm, path, layer)
+    kind = ALGORITHMS[config.algorithm]
+    adapter = kind(layer.in_features, layer.out_features, rank=config.rank, alpha=config.alpha)
+    if config.trains_biases and layer.bias is not None:
+        adapter.add_bias()
+    return adapter
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:

@@ -21,6 +21,7 @@ from ..module_paths import find_modules
 _STEERING = re.compile(
     r"^(mod|modulation|modulate|ada|adaln|adanorm|norm|emb|embed|embedding|embedder|time|timestep)\d*$"
 )
+BIASES, NORMS = "+biases", "+norms"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+\d*|\d+")
 
 
@@ -45,7 +46,7 @@ class Target:
 
     Attributes:
         path: Dotted path from the root.
-        layer: An ``nn.Linear``, or a module with the same attributes (quantized layers).
+        layer: An ``nn.Linear``, or a module with the same attributes (quantized layers); a norm, if asked.
         in_last_block: Whether it belongs to a block that ends its list.
     """
 
@@ -91,6 +92,39 @@ def is_linear(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in names) and not any(True for _ in module.children())
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Return whether the module is a layer or RMS norm with a trained scale of one dimension."""
+    scale = norm_scale(module)
+    kinds = isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__
+    return kinds and scale is not None and scale[1].ndim == 1 and not any(True for _ in module.children())
+
+
+def norm_scale(module: nn.Module) -> tuple[str, nn.Parameter] | None:
+    """Return a norm's scale with its name; older models call it ``scale``."""
+    for name in ("weight", "scale"):
+        scale = module._parameters.get(name)
+        if scale is not None:
+            return name, scale
+    return None
+
+
+def split_patterns(patterns: str) -> tuple[list[str], set[str]]:
+    """Return the patterns of ``select_targets``, and which of ``BIASES`` and ``NORMS`` are among them.
+
+    Raises:
+        RequestError: If there is another word with a leading ``+``.
+    """
+    parts = [part.strip() for part in re.split(r"[,\n]", patterns) if part.strip()]
+    extras = {part for part in parts if part.startswith("+")}
+    if unknown := extras - {BIASES, NORMS}:
+        raise RequestError(
+            f"targets has {', '.join(sorted(unknown))}",
+            limit=f"With a leading + there are {BIASES} and {NORMS}",
+            way_out="Correct it, or name layers without +",
+        )
+    return [part for part in parts if part not in extras], extras
+
+
 def select_targets(root: nn.Module, patterns: str = "") -> list[Target]:
     """Return the layers that get an adapter, in model order.
 
@@ -98,21 +132,29 @@ def select_targets(root: nn.Module, patterns: str = "") -> list[Target]:
         root: The denoiser.
         patterns: Comma-separated module paths as in ``module_paths`` (``*`` is one name). Every Linear
             at or below a match is a target; a leading ``-`` takes matches away. Without a positive
-            pattern the start is every attention and MLP layer inside the blocks.
+            pattern the start is every attention and MLP layer inside the blocks. ``+norms`` adds the norms
+            there; ``+biases`` adds no layer (the targets' biases are trained too, see ``LoraConfig``).
 
     Raises:
         RequestError: If a pattern matches no Linear layer, or nothing is left.
     """
     blocks = find_blocks(root)
-    wanted = [part.strip() for part in re.split(r"[,\n]", patterns) if part.strip()]
+    wanted, extras = split_patterns(patterns)
+    with_norms = NORMS in extras
     positive = [part for part in wanted if not part.startswith("-")]
     if positive:
-        chosen = {path for pattern in positive for path in _linears_of(root, pattern)}
+        chosen = {path for pattern in positive for path in _layers_of(root, pattern, with_norms=with_norms)}
     else:
-        chosen = {path for block in blocks for path in _default_linears(block)}
+        chosen = {path for block in blocks for path in _default_layers(block, with_norms=with_norms)}
     for pattern in wanted:
         if pattern.startswith("-"):
-            chosen -= _linears_of(root, pattern[1:].strip())
+            chosen -= _layers_of(root, pattern[1:].strip(), with_norms=with_norms)
+    if with_norms and not any(is_norm(root.get_submodule(path)) for path in chosen):
+        raise RequestError(
+            f"targets={patterns!r} was asked for {type(root).__name__}",
+            limit="None of the norms there has a scale that could be trained",
+            way_out=f"Take {NORMS} out",
+        )
     if not chosen:
         raise RequestError(
             f"targets={patterns!r} was asked for {type(root).__name__}",
@@ -125,11 +167,11 @@ def select_targets(root: nn.Module, patterns: str = "") -> list[Target]:
     ]
 
 
-def _default_linears(block: Block) -> list[str]:
+def _default_layers(block: Block, *, with_norms: bool) -> list[str]:
     return [
         f"{block.path}.{name}"
         for name, module in block.module.named_modules()
-        if is_linear(module) and not _is_steering(name)
+        if (is_linear(module) and not _is_steering(name)) or (with_norms and is_norm(module))
     ]
 
 
@@ -137,7 +179,7 @@ def _is_steering(path: str) -> bool:
     return any(_STEERING.match(word.lower()) for word in _WORD.findall(path))
 
 
-def _linears_of(root: nn.Module, pattern: str) -> set[str]:
+def _layers_of(root: nn.Module, pattern: str, *, with_norms: bool) -> set[str]:
     try:
         matches = find_modules(root, pattern)
     except PlanError as error:
@@ -150,7 +192,7 @@ def _linears_of(root: nn.Module, pattern: str) -> set[str]:
         f"{path}.{name}".strip(".")
         for path, module in matches
         for name, part in module.named_modules()
-        if is_linear(part)
+        if is_linear(part) or (with_norms and is_norm(part))
     }
     if not found:
         raise RequestError(

@@ -455,9 +455,9 @@ def test_a_gpu_holds_a_part_of_the_model(mode):
     assert all(parameter.device.type == "cpu" for parameter in model.model.parameters())
 
 
-def outputs_at(patcher, process_of):
+def outputs_at(kind, patcher, process_of):
     """What a patched model predicts for one fixed noisy latent."""
-    tiny = PATCHERS["flux"]
+    tiny = PATCHERS[kind]
     from comfyui_ferry.core.comfy_adapter.training_inputs import read_samples
 
     samples = read_samples(patcher, [tiny.latent(0, 1)], [tiny.caption(0)])
@@ -468,15 +468,17 @@ def outputs_at(patcher, process_of):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "mode"),
+    ("kind", "algorithm", "mode", "targets"),
     [
-        ("LoRA", "both"),
-        ("DoRA", "both, optimizer on cpu"),
-        ("LoKr", "both, optimizer on cpu"),
-        ("LoHa", "both"),
+        ("flux", "LoRA", "both", "double_blocks"),
+        ("flux", "DoRA", "both, optimizer on cpu", "double_blocks"),
+        ("flux", "LoKr", "both, optimizer on cpu", "double_blocks, +norms"),
+        ("flux", "LoHa", "both", "double_blocks, +biases"),
+        ("wan", "LoRA", "both", "+norms, +biases"),
+        ("sdxl", "LoRA", "both", "+norms, +biases"),
     ],
 )
-def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
+def test_a_file_samples_as_it_was_trained(kind, algorithm, mode, targets, output, monkeypatch):
     import comfy.sd
     import comfy.utils
     from comfyui_ferry.core.comfy_adapter import prepared_model as module
@@ -490,21 +492,23 @@ def test_a_file_samples_as_it_was_trained(algorithm, mode, output, monkeypatch):
 
     def train_and_look(run, *arguments, **options):
         training = original(run, *arguments, **options)
-        trained.append(outputs_at(run.patcher, process_of))
+        trained.append(outputs_at(kind, run.patcher, process_of))
         return training
 
     monkeypatch.setattr(module.PreparedModel, "train", train_and_look)
     result = train(
-        "flux", lora={"algorithm": algorithm, "targets": "double_blocks"}, save_prefix="x",
+        kind, lora={"algorithm": algorithm, "targets": targets}, save_prefix="x",
         training={"learning_rate": 1e-2}, **MODES[mode],
     )  # fmt: skip
     file = comfy.utils.load_torch_file(str(result.path))
-    model = PATCHERS["flux"].build()
+    assert any(name.endswith(".diff") for name in file) == ("+norms" in targets)
+    assert any(name.endswith(".diff_b") for name in file) == ("+biases" in targets)
+    model = PATCHERS[kind].build()
     with torch.inference_mode():
-        bare = outputs_at(model, process_of)
+        bare = outputs_at(kind, model, process_of)
         loaded, _ = comfy.sd.load_lora_for_models(model, None, file, 1.0, 0.0)
         loaded.patch_model(device_to=torch.device("cpu"))
-        merged = outputs_at(loaded, process_of)
+        merged = outputs_at(kind, loaded, process_of)
         loaded.unpatch_model(torch.device("cpu"))
     assert (bare - merged).norm() > 1e-3 * bare.norm()
     # One matmul with merged weights in place of two; 1e-6 is seen.

@@ -119,3 +119,20 @@ def test_a_layer_that_only_looks_like_linear_counts():
     model = Dit()
     model.blocks[0].attn.to_q = QuantizedLinear()
     assert "blocks.0.attn.to_q" in paths(model)
+
+
+def test_norms_are_targets_only_if_asked():
+    root = Dit()
+    root.blocks[1].attn.norm_q = nn.LayerNorm(4, elementwise_affine=False)
+    plain = {target.path for target in select_targets(root)}
+    with_norms = {target.path for target in select_targets(root, "+norms, +biases")}
+    assert with_norms - plain == {"blocks.0.attn.norm_q"}
+    assert {target.path for target in select_targets(root, "+biases")} == plain
+    named = {target.path for target in select_targets(root, "blocks.0.attn, -blocks.*.attn.to_k, +norms")}
+    assert named == {"blocks.0.attn.to_q", "blocks.0.attn.norm_q"}
+    for patterns, why in (
+        ("+bias", r"there are \+biases and \+norms"),
+        ("blocks.1, +norms", "None of the norms there"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            select_targets(root, patterns)
