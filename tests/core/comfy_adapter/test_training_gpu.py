@@ -9,13 +9,13 @@ from ferry_support.tiny_patchers import PATCHERS
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(240)]
 
 
-def train(kind, *, gpus=1, seen=None, **offload):
+def train(kind, *, gpus=1, targets="", **offload):
     from comfyui_ferry.core.comfy_adapter.train_lora import TrainingRequest, run_lora_training
     from comfyui_ferry.core.training import LoraConfig, OffloadSettings, TrainingConfig
 
     tiny = PATCHERS[kind]
     request = TrainingRequest(
-        LoraConfig(rank=4, alpha=4.0),
+        LoraConfig(rank=4, alpha=4.0, targets=targets),
         TrainingConfig(steps=4, learning_rate=1e-3, accumulation_steps=2),
         OffloadSettings(**offload),
         compute_dtype="fp32",
@@ -40,6 +40,17 @@ def test_two_gpus_learn_what_one_does(kind):
         for name, value in one.lora.items()
     )
     assert worst <= 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["flux", "wan"])
+def test_biases_and_norms_are_trained_in_recorded_blocks(kind):
+    recorded, plain = (
+        train(kind, targets="+norms, +biases", record_blocks=records) for records in (True, False)
+    )
+    assert recorded.loss_map["loss"] == pytest.approx(plain.loss_map["loss"], rel=1e-4)
+    added = [name for name in recorded.lora if name.endswith((".diff", ".diff_b"))]
+    assert added and all(bool(recorded.lora[name].any()) for name in added)
 
 
 @pytest.mark.gpu
