@@ -273,7 +273,12 @@ def child(
     model = build(name, device)
     results = []
     for budget in budgets:
-        results.append(measure(row, model, name, device, steps, budget=budget))
+        try:
+            results.append(measure(row, model, name, device, steps, budget=budget))
+        except (RuntimeError, ValueError) as error:  # too small a budget is an answer too
+            print(f"# {row}, {budget} GB: {error}", file=sys.stderr, flush=True)
+            continue
+        print(f"# {table_line(row, results[-1])}", file=sys.stderr, flush=True)
         if gradients and isinstance(model.model.diffusion_model, comfy.ldm.flux.model.Flux):
             results[-1]["gradient_error"] = gradient_error(watch(row, model, name), name, device)
     return results
@@ -386,7 +391,8 @@ def main() -> None:
         command = [sys.executable, os.path.abspath(__file__), "--row", row, "--comfyui", str(options.comfyui)]
         command += ["--model", options.model, "--device", options.device, "--steps", str(options.steps)]
         command += ["--budgets", *map(str, options.budgets), *["--no-gradient-error"][: not gradients]]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        print(*(line for line in ran.stderr.splitlines() if line.startswith("#")), sep="\n", file=sys.stderr)
         try:
             found = results[row] = json.loads(ran.stdout.splitlines()[-1])
             lines += [table_line(row, result) for result in found]
