@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,12 @@ def _rate(family: FamilyDefaults, values: dict[str, Any]) -> float:
 
 def _check_guidance(model: Any, family: FamilyDefaults, asked: float) -> None:
     has_guidance = bool(getattr(model.model.model_config, "unet_config", {}).get("guidance_embed"))
+    if asked != AUTO_GUIDANCE and not (math.isfinite(asked) and asked >= 0):
+        raise RequestError(
+            f"guidance={asked} was asked",
+            limit="It is a finite number, 0 or more",
+            way_out="Set guidance to -1 (auto), or to such a number",
+        )
     if asked != AUTO_GUIDANCE and not has_guidance:
         raise RequestError(
             f"guidance={asked:g} was asked for a model of the family {family.name}",

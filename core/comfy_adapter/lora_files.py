@@ -18,6 +18,9 @@ from ..training import ALGORITHMS, save_verified
 # What is still zero after a training has learned nothing; of each algorithm.
 _ZERO_AT_START = (".lora_up.weight", ".lora_B.weight", ".lokr_w2", ".lokr_w2_a", ".hada_w2_a", ".diff")
 
+# File systems take 255 bytes; number, ending and the temporary file's own need some.
+_LONGEST_NAME_BYTES = 200
+
 
 def check_prefix(prefix: str) -> None:
     """Refuse a prefix that leads out of ComfyUI's output folder; writes nothing.
@@ -25,6 +28,14 @@ def check_prefix(prefix: str) -> None:
     Raises:
         RequestError: If it does, or names no file.
     """
+    parts = [part.encode() for part in prefix.replace("\\", "/").split("/")]
+    if not prefix.isprintable() or max(map(len, parts)) > _LONGEST_NAME_BYTES:
+        raise RequestError(
+            f"save_prefix={prefix[:50]!r}, {len(prefix)} characters, was asked",
+            limit="A file's name has no control characters, and the prefix at most "
+            f"{_LONGEST_NAME_BYTES} bytes of it",
+            way_out="Use a name such as loras/my_lora",
+        )
     output = Path(folder_paths.get_output_directory()).resolve()
     target = (output / prefix).resolve()
     if (
@@ -55,9 +66,12 @@ def save_lora(model: Any, lora: Mapping[str, Tensor], *, prefix: str, metadata: 
     Raises:
         SaveError: If it could not be written or does not read back as meant; no file is left then.
     """
-    folder, name, counter, _, _ = folder_paths.get_save_image_path(
-        prefix, folder_paths.get_output_directory()
-    )
+    try:
+        folder, name, counter, _, _ = folder_paths.get_save_image_path(
+            prefix, folder_paths.get_output_directory()
+        )
+    except OSError as error:
+        raise SaveError(f"no folder for {prefix} could be made ({error}). Free the disk.") from error
     path = Path(folder) / f"{name}_{counter:05}_.safetensors"
 
     def verify(written: Path) -> None:

@@ -29,11 +29,11 @@ from .cached_samples import read_examples
 from .lora_files import check_prefix
 from .prepared_model import prepared_model
 from .running_trainings import RunningTraining, registered
-from .trainable_model import COMPUTE_DTYPES, borrowed_model, check_trainable, training_dtype
+from .trainable_model import borrowed_model, check_trainable, training_dtype
 from .training import check_noise_levels
 from .training_helpers import check_helpers, describe_training, running_helpers
 from .training_preview import Previewer, PreviewInputs, can_show, check_preview
-from .training_request import SAVE_DTYPES, PreviewSettings, SaveSettings, TrainingRequest
+from .training_request import COMPUTE_DTYPES, SAVE_DTYPES, PreviewSettings, SaveSettings, TrainingRequest
 from .training_session import TrainingSession
 from .training_states import find_state
 

@@ -23,8 +23,6 @@ from .model_stream import release_stream
 from .streamed_patcher import StreamedPatcher
 from .training import check_noise_model
 
-COMPUTE_DTYPES = ("auto", "bf16", "fp32")
-
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 # What ComfyUI's `load` sets on modules and its `unpatch_model` leaves there.
 _LOADER_ATTRIBUTES = (

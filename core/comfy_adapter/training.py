@@ -172,9 +172,16 @@ class ComfyProcess:
         """Return one caption as the model's own arguments (pooled output, guidance, references)."""
         positive = comfy.sampler_helpers.convert_cond([caption.entry])
         latent = caption.latent.to(self.device)
-        processed = comfy.samplers.process_conds(
-            self.model, noisy, {"positive": positive}, self.device, latent, None, self.seed
-        )
+        try:
+            processed = comfy.samplers.process_conds(
+                self.model, noisy, {"positive": positive}, self.device, latent, None, self.seed
+            )
+        except KeyError as error:
+            raise RequestError(
+                f"a caption without {error.args[0]} was given",
+                limit=f"{type(self.model).__name__} is conditioned on it",
+                way_out="Encode the captions with the text encoder that belongs to this model",
+            ) from error
         model_conds = processed["positive"][0]["model_conds"]
         return {name: cond.process_cond(batch_size=1, area=None) for name, cond in model_conds.items()}
 

@@ -88,12 +88,12 @@ def read_samples(
 
 
 def _latent_rows(latent: dict) -> list[Tensor]:
-    samples = latent["samples"]
+    samples = latent.get("samples")
     if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
         raise RequestError(
             f"a latent of type {type(samples).__name__} was given",
-            limit="Latents with several streams (audio with video) cannot be trained",
-            way_out="Use a model with one latent stream",
+            limit="A latent is one tensor; those with several streams (audio with video) cannot be trained",
+            way_out="Connect a VAE Encode, and use a model with one latent stream",
         )
     if latent.get("noise_mask") is not None:
         raise RequestError(

@@ -12,6 +12,7 @@ from ..training import LoraConfig, NoiseLevels, OffloadSettings, TrainingConfig
 from .family_defaults import AUTO_GUIDANCE
 from .training_inputs import Guidance
 
+COMPUTE_DTYPES = ("auto", "bf16", "fp32")
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_RESUME, RESUME_LATEST = "none", "latest"
 
@@ -115,6 +116,18 @@ class TrainingRequest:
     guidance: Guidance | None = None
     plan: str = ""
     gpus: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("training_dtype", self.compute_dtype, COMPUTE_DTYPES),
+            ("lora_dtype", self.save_dtype, tuple(SAVE_DTYPES)),
+        ):
+            if value not in known:
+                raise RequestError(
+                    f"{name}={value!r} was asked",
+                    limit=f"Known are {list(known)}",
+                    way_out=f"Set {name} to one of them",
+                )
 
     @classmethod
     def from_widgets(cls, widgets: dict[str, Any], *, plan: str = "") -> TrainingRequest:

@@ -238,6 +238,8 @@ def test_the_experts_of_wan_get_their_noise():
     ]
     with pytest.raises(RequestError, match=r"noise_range='high' was asked .* FLUX.1-dev"):
         fill("flux", noise_range="high")
+    with pytest.raises(RequestError, match=r"guidance=nan was asked"):
+        fill("flux", guidance=float("nan"))
     with pytest.raises(RequestError, match=r"guidance=3.5 was asked .* Wan"):
         fill("wan", guidance=3.5)
 

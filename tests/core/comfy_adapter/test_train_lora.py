@@ -365,6 +365,11 @@ def test_the_saved_file_holds_what_is_returned(kind, output):
         ({"captions": [[]]}, "0 captions"),
         ({"lora": {"targets": "nowhere"}}, "nothing matches 'nowhere'"),
         ({"save_prefix": "../outside"}, "output folder"),
+        ({"save_prefix": f"loras/{'x' * 230}"}, "at most 200 bytes of it"),
+        ({"save_prefix": "a\0b"}, "control characters"),
+        ({"latents": [{}]}, "one tensor"),
+        ({"save_dtype": "fp8"}, r"lora_dtype='fp8'.*bf16"),
+        ({"compute_dtype": "fp16"}, r"training_dtype='fp16'.*bf16"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(changes, message, output, monkeypatch):
@@ -373,6 +378,16 @@ def test_bad_requests_are_refused_before_anything_runs(changes, message, output,
     monkeypatch.setattr(management, "unload_all_models", lambda: pytest.fail("training started"))
     with pytest.raises(RequestError, match=message):
         train("flux", **({"save_prefix": "loras/x"} | changes))
+    assert os.listdir(output) == []
+
+
+def test_a_caption_of_another_models_text_encoder_is_refused(output):
+    ((embedding, _),) = PATCHERS["sdxl"].caption(0)
+    model = PATCHERS["sdxl"].build()
+    before = values(model), attributes(model)
+    with pytest.raises(RequestError, match=r"a caption without pooled_output.*SDXL is conditioned"):
+        train("sdxl", model, captions=[[[embedding, {}]]], save_prefix="loras/x")
+    assert_untouched(model, before)
     assert os.listdir(output) == []
 
 
