@@ -391,7 +391,7 @@ def main() -> None:
         command = [sys.executable, os.path.abspath(__file__), "--row", row, "--comfyui", str(options.comfyui)]
         command += ["--model", options.model, "--device", options.device, "--steps", str(options.steps)]
         command += ["--budgets", *map(str, options.budgets), *["--no-gradient-error"][: not gradients]]
-        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
         print(*(line for line in ran.stderr.splitlines() if line.startswith("#")), sep="\n", file=sys.stderr)
         try:
             found = results[row] = json.loads(ran.stdout.splitlines()[-1])
