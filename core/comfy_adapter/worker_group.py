@@ -105,7 +105,7 @@ class WorkerGroup:
         """Drop a module from all workers."""
         loaded = self.loaded.pop(token, None)
         if loaded is not None and self.pool.alive:
-            self.pool.call("unload", {"token": token})
+            self.pool.call("unload", {"token": token}, same_work=True)
 
     def loaded_bytes(self, token: int) -> int:
         """Return the bytes of weights that one worker holds for the module, 0 if none."""
@@ -179,7 +179,7 @@ class WorkerGroup:
 
     def _send(self, token: int, part: WorkerPart, weights: HostWeights, needs: ModelNeeds) -> None:
         description = part.describe()
-        free = self.pool.call("free_memory", poll=check_interrupt)
+        free = self.pool.call("free_memory", poll=check_interrupt, same_work=True)
         room = weight_room(needs, free, self.pool.device_names)
         stream = (
             None if room is None else {"room_bytes": room, "prefetch_depth": needs.request.prefetch_depth}
@@ -205,7 +205,7 @@ class WorkerGroup:
             return loaded.needs.request.prefetch_depth == needs.request.prefetch_depth
         if fits_as_before(loaded.needs, needs):
             return True
-        free = self.pool.call("free_memory", poll=check_interrupt)
+        free = self.pool.call("free_memory", poll=check_interrupt, same_work=True)
         free = {rank: None if room is None else room + loaded.num_bytes for rank, room in free.items()}
         if weight_room(needs, free, self.pool.device_names) is not None:
             return False
@@ -214,7 +214,7 @@ class WorkerGroup:
 
     def _fit(self, token: int, needs: ModelNeeds) -> None:
         """Let a streamed model have what is free now; a larger picture leaves less."""
-        free = self.pool.call("free_memory", {"token": token}, poll=check_interrupt)
+        free = self.pool.call("free_memory", {"token": token}, poll=check_interrupt, same_work=True)
         room = weight_room(needs, free, self.pool.device_names)
         payload = {"token": token, "room_bytes": needs.weight_bytes if room is None else room}
         self._note_held(token, self.pool.call("fit", payload, poll=check_interrupt))

@@ -91,7 +91,7 @@ def test_prompts_in_a_row_leave_nothing(count):
 IN_JOBS = [(phase, kind) for phase in PHASES for kind in ON_CPU]
 BETWEEN = [("between", "kill"), ("between", "stop")]
 QUICK = {("load", "oom"), ("patch", "raise"), ("first", "loop"), ("mid", "stop"), ("mid", "kill"),
-         ("unload", "stall"), ("between", "kill")}  # fmt: skip
+         ("unload", "loop"), ("between", "kill")}  # fmt: skip
 
 
 def case(phase: str, kind: str):
@@ -121,7 +121,9 @@ def test_a_fault_costs_one_prompt(plan, phase, kind):
         plan.set(phase, kind)
     if phase == "unload":
         management.unload_all_models()  # what is asked for is given: their memory is free
-        assert time.monotonic() - begin < LIMIT_S
+        seconds = time.monotonic() - begin
+        print(f"{seconds:.1f} s: unloaded")
+        assert seconds < LIMIT_S
     else:
         with pytest.raises(WorkerError) as caught:
             sample(parallel(model, ULYSSES_2), KIND, steps=2)
