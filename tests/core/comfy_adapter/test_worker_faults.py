@@ -90,7 +90,7 @@ def test_prompts_in_a_row_leave_nothing(count):
 
 IN_JOBS = [(phase, kind) for phase in PHASES for kind in ON_CPU]
 BETWEEN = [("between", "kill"), ("between", "stop")]
-QUICK = {("load", "oom"), ("patch", "raise"), ("first", "loop"), ("mid", "stop"), ("mid", "kill"),
+QUICK = {("load", "oom"), ("patch", "raise"), ("first", "loop"), ("mid", "stop"),
          ("unload", "loop"), ("between", "kill")}  # fmt: skip
 
 
