@@ -48,14 +48,25 @@ class NanGuard:
         self._take = take
         self._put_back = put_back
         self._good: Any = None
+        self._saved: Any = None
         self._good_step = 0
         self._in_a_row = 0
 
     def passed(self, step: int) -> None:
         """Note that loss and gradients of a step are finite; called before the step changes anything."""
         self._in_a_row = 0
-        if self._good is None or step % SNAPSHOT_EVERY == 0:
+        if self._saved is not None:
+            self._good, self._good_step = self._saved, step
+        elif self._good is None or step % SNAPSHOT_EVERY == 0:
             self._good, self._good_step = self._take(), step
+        self._saved = None
+
+    def saved(self, state: Any) -> None:
+        """Note that ``state`` is saved, or was loaded: if it works, it is what to go back to.
+
+        A training that is resumed from it then goes back to the same as the one that saved it.
+        """
+        self._saved = state
 
     def failed(self, trouble: Trouble, *, step: int, steps: int, learning_rate: float) -> str:
         """Deal with a failure and return what was done, as a line to show.

@@ -117,7 +117,8 @@ class TrainedWeights:
         if self.average is not None:
             self.average.load(state.averages)
         asked = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state.optimizer)
+        # It would go on in the copy's own tensors.
+        self.optimizer.load_state_dict(_host_copy(state.optimizer))
         for group, weight_decay in zip(self.optimizer.param_groups, asked, strict=True):
             group["weight_decay"] = weight_decay
 

@@ -243,14 +243,18 @@ class Training:
     def state(self, identity: dict[str, str] | None = None) -> TrainingState:
         """Return a copy of everything that the next step depends on, on the host.
 
+        If these weights work, two bad steps in a row go back to them.
+
         Args:
             identity: See ``TrainingState``.
         """
+        weights = self.weights.state()
+        self._guard.saved(weights)
         return TrainingState(
             step=self.step,
             attempt=self._attempt,
             losses=list(self.losses),
-            weights=self.weights.state(),
+            weights=weights,
             unused=list(self.adapters.unused),
             identity=dict(identity or {}),
         )
@@ -269,6 +273,7 @@ class Training:
             )
         self.weights.check(state.weights)
         self.weights.load(state.weights)
+        self._guard.saved(state.weights)
         for path in state.unused:
             self.adapters.leave_out(path)
         self.step, self._attempt, self.losses = state.step, state.attempt, list(state.losses)

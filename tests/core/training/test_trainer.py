@@ -327,6 +327,37 @@ def test_one_bad_batch_is_skipped_and_changes_nothing():
     assert before.attempt == 6
 
 
+def test_a_resumed_training_goes_back_to_the_same_weights():
+    """Saved at 5, bad twice after 7: both go back to 5, whether they were stopped meanwhile or not."""
+
+    def run(stop_at=0, state=None):
+        saved, skipped = [], []
+
+        def after_step(step, loss):
+            if step == 5:
+                saved.append(made.state())
+            if step == stop_at:
+                made.stop()
+
+        callbacks = Callbacks(after_step=after_step, after_skip=skipped.append)
+        with training(build(), steps=12, callbacks=callbacks) as made:
+            velocity = made.process.velocity
+            made.process.velocity = lambda *inputs: (
+                velocity(*inputs) * (math.nan if made._attempt in (7, 8) else 1)
+            )
+            if state is not None:
+                made.load(state)
+            made.run()
+            return made.losses, final(made), saved, skipped
+
+    losses, lora, _, skipped = run()
+    assert skipped[1].endswith("back at step 5")
+    _, _, (state,), _ = run(stop_at=5)
+    other_losses, other_lora, _, other_skipped = run(state=state)
+    assert (other_losses, other_skipped) == (losses, skipped)
+    assert same(lora, other_lora)
+
+
 def test_clipping_keeps_the_direction():
     def one_step(**changes):
         with training(build(), steps=1, optimizer="SGD", weight_decay=0.0, **changes) as run:
