@@ -1,7 +1,9 @@
 """Safetensors files as tensors that cost no memory until their bytes are asked for.
 
 A tensor here lies over a private mapping of its file. What copies it into the arena does not read the
-mapping, though, but the file (``read``), straight into its place: so no page is in memory twice.
+mapping, though, but the file (``read``), straight into its place: so no page is in memory twice. Whoever
+loads a model may write to the tensors first (ComfyUI swaps halves of some diffusers weights in place);
+the file knows nothing of that, so such a tensor does not count as one of the file's any more.
 
 Nothing in a file is trusted: sizes, shapes and offsets are checked before the first tensor is made.
 
@@ -10,6 +12,8 @@ Source: the safetensors format, https://github.com/huggingface/safetensors (Form
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import math
 import mmap
@@ -86,14 +90,21 @@ class WeightFile:
             raise
         with torch.inference_mode(False):
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        # Where each tensor that was handed out ends in the mapping, with the tensor; ascending.
+        self._given: list[tuple[int, torch.Tensor, int]] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name, over the mapping."""
-        return {name: self._tensor(*entry) for name, entry in self._entries.items()}
+        made = {name: self._tensor(*entry) for name, entry in self._entries.items()}
+        given = [(self._start + self._entries[name][3], tensor) for name, tensor in made.items()]
+        self._given += [(stop, tensor, tensor._version) for stop, tensor in given]
+        self._given.sort(key=lambda one: one[0])
+        return made
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies over this file's mapping."""
-        return 0 <= tensor.data_ptr() - self._bytes.data_ptr() < self._bytes.numel()
+        """Return whether a tensor's bytes are the file's: it lies over the mapping, not written to."""
+        offset = tensor.data_ptr() - self._bytes.data_ptr()
+        return 0 <= offset < self._bytes.numel() and not self._is_written(offset)
 
     def read(self, address: int, destination: torch.Tensor) -> bool:
         """Read the bytes at a mapped address from the file.
@@ -103,13 +114,13 @@ class WeightFile:
             destination: Contiguous host memory, uint8, as long as what is read.
 
         Returns:
-            False if the address lies outside of this file's mapping.
+            False if the address lies outside of this file's mapping, or in a tensor that was written to.
 
         Raises:
             OffloadError: If the file has become shorter.
         """
         offset = address - self._bytes.data_ptr()
-        if not 0 <= offset <= self._bytes.numel() - destination.numel():
+        if not 0 <= offset <= self._bytes.numel() - destination.numel() or self._is_written(offset):
             return False
         array: Any = destination.numpy()
         view = memoryview(array)
@@ -121,6 +132,14 @@ class WeightFile:
                 raise OffloadError(f"{self.path} has become shorter since it was opened. Load it again.")
             done += count
         return True
+
+    def _is_written(self, offset: int) -> bool:
+        """Return whether a tensor around that byte of the mapping, as handed out, has changed since."""
+        first = bisect.bisect_right(self._given, offset, key=lambda one: one[0])
+        if first == len(self._given):
+            return False
+        around = itertools.takewhile(lambda one: one[0] == self._given[first][0], self._given[first:])
+        return any(tensor._version != version for _, tensor, version in around)
 
     def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...], first: int, stop: int) -> torch.Tensor:
         stride = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))

@@ -131,6 +131,56 @@ def test_shards_and_checkpoints_hold_the_same_model(models, wan):
         load(shards)
 
 
+def test_a_diffusers_folder_with_halves_that_comfyui_swaps_in_place(models):
+    """Stable Diffusion 3: q, k and v apart, and scale and shift the other way round in the last layers."""
+    import comfy.ops
+    import comfy.utils
+    from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
+
+    import nodes
+
+    context = {"target": "torch.nn.Linear", "params": {"in_features": 40, "out_features": 128}}
+    model = MMDiT(
+        depth=2, num_blocks=2, patch_size=2, in_channels=16, adm_in_channels=24, pos_embed_max_size=8,
+        context_embedder_config=context, operations=comfy.ops.disable_weight_init, dtype=torch.float32,
+    )  # fmt: skip
+    randomize(model)
+    state, folder = model.state_dict(), models / "diffusion_models" / "repo" / "transformer"
+    table = comfy.utils.mmdit_to_diffusers({"depth": 2, "num_blocks": 2}, output_prefix="")
+    targets = {key: (target,) if isinstance(target, str) else target for key, target in table.items()}
+    written = {
+        key: (state[name].narrow(*where[0]) if where and where[0] else state[name]).clone()
+        for key, (name, *where) in targets.items()
+        if name in state
+    }
+    parts = [{key: written[key] for key in sorted(written)[index::2]} for index in range(2)]
+    folder.mkdir(parents=True)
+    for index, part in enumerate(parts):
+        save_file(part, folder / f"diffusion_pytorch_model-{index}.safetensors")
+    owners = {
+        key: f"diffusion_pytorch_model-{index}.safetensors" for index in range(2) for key in parts[index]
+    }
+    name = "diffusion_pytorch_model.safetensors.index.json"
+    (folder / name).write_text(json.dumps({"weight_map": owners}))
+    save_file(written, models / "diffusion_models" / "one.safetensors")
+    plain = stock(models / "diffusion_models" / "one.safetensors")
+    caption = [[noise(1, 5, 40), {"pooled_output": noise(1, 24)}]]
+
+    def picture_of(model):
+        latent = {"samples": torch.zeros(1, 16, 8, 8)}
+        with torch.inference_mode():
+            sampled = nodes.common_ksampler(model, 3, 1, 1.0, "euler", "simple", caption, caption, latent)
+        return sampled[0]["samples"]
+
+    swapped = plain.model.diffusion_model.state_dict()["final_layer.adaLN_modulation.1.bias"]
+    assert not torch.equal(swapped, state["final_layer.adaLN_modulation.1.bias"])
+    weights_gb = load("one.safetensors").stream.streamer.weight_bytes / 2**30
+    for ram_gb in (0, 0.9 * weights_gb):
+        streamed = load(f"repo/transformer/{name}", ram_gb=ram_gb)
+        assert bool(streamed.stream.streamer.stats().file_bytes) == bool(ram_gb)
+        assert torch.equal(picture_of(streamed), picture_of(plain))
+
+
 def test_what_is_no_model_is_refused_and_leaves_nothing(models, wan):
     import comfy.model_base
 

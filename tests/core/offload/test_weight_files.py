@@ -48,6 +48,20 @@ def test_reads_what_was_saved(tmp_path):
     assert torch.equal(odd.tensors()["x"], torch.tensor([1.0, 2.0]))
 
 
+@pytest.mark.parametrize("through", [lambda x: x, lambda x: x.narrow(0, 1, 1), lambda x: x.detach()])
+def test_what_somebody_wrote_to_is_the_files_no_more(tmp_path, through):
+    save_file({name: torch.full((4, 2), float(index)) for index, name in enumerate("abc")}, tmp_path / "x")
+    file = WeightFile(tmp_path / "x")
+    tensors = file.tensors()
+    with torch.inference_mode():
+        through(tensors["b"])[:] = 9.0
+    destination = torch.zeros(32, dtype=torch.uint8)
+    for name, is_whole in (("a", True), ("b", False), ("c", True)):
+        assert file.holds(tensors[name]) == is_whole == file.read(tensors[name].data_ptr(), destination)
+        inner = tensors[name][1:]
+        assert file.holds(inner) == is_whole == file.read(inner.data_ptr(), destination[:24])
+
+
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
