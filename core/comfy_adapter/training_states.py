@@ -14,7 +14,7 @@ from pathlib import Path
 import folder_paths
 
 from ..errors import RequestError, SaveError
-from ..training import TrainingState, save_state
+from ..training import TrainingState, save_state, sync_folder
 from .training_request import NO_RESUME, RESUME_LATEST
 
 _FOLDER = "training_states"
@@ -145,6 +145,10 @@ def _new_folder(stem: Path) -> Path:
         try:
             folder = stem.with_name(f"{stem.name}_{number:05}")
             folder.mkdir()
+            for parent in [folder.parent, *folder.parent.parents]:
+                sync_folder(parent)
+                if parent == states_folder().parent:
+                    break
             return folder
         except FileExistsError:
             number += 1

@@ -3,7 +3,7 @@
 from .adapters import ALGORITHMS, Adapter, LoraAdapter
 from .block_checkpointing import BlockCheckpointing
 from .callbacks import Callbacks
-from .checkpoint import read_lora, save_verified
+from .checkpoint import read_lora, save_verified, sync_folder
 from .config import LoraConfig, OffloadSettings, TrainingConfig
 from .data import (
     Batch,
@@ -87,5 +87,6 @@ __all__ = [
     "seed_torch",
     "select_targets",
     "split_patterns",
+    "sync_folder",
     "train",
 ]

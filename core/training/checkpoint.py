@@ -41,7 +41,7 @@ def save_verified(
     try:
         _write(temporary, safetensors.torch.save(dict(tensors), dict(metadata)))
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise SaveError(
             f"{path} could not be written ({error}). Free the disk or choose another prefix."
@@ -74,8 +74,9 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    # The rename itself is only on the disk once the folder is; Windows has no such call.
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk: a file that was renamed is only there once they are."""
+    # Windows has no such call.
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -56,6 +56,24 @@ def test_a_state_that_goes_while_they_are_listed_is_left_out(states, monkeypatch
     assert states.state_names() == ["a_00001/step_00000001.safetensors"]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux to see what is synced")
+def test_a_state_and_all_folders_above_it_are_brought_to_the_disk(states, tmp_path, monkeypatch):
+    """Whatever loses power afterwards."""
+    run = states.RunStates("a/b", keep=1)
+    synced, fsync = [], os.fsync
+
+    def note(descriptor):
+        fsync(descriptor)
+        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", note)
+    run.save(at(1))
+    folder = tmp_path / "training_states" / "a" / "b_00001"
+    for path in (folder, folder.parent, folder.parent.parent, tmp_path):
+        assert str(path) in synced
+    assert any(name.startswith(f"{folder}/.step_00000001") for name in synced)
+
+
 def test_nothing_is_written_without_a_prefix_or_with_none_to_keep(states, tmp_path):
     assert states.RunStates("", keep=2).save(at(1)) is None
     assert states.RunStates("a", keep=0).save(at(1)) is None
