@@ -210,6 +210,9 @@ def test_auto_takes_the_familys_values_and_says_so():
         fill("flux", optimizer="SGD")
     assert fill("z-image").values["targets"] == "layers.*.attention, layers.*.feed_forward"
     assert fill("z-image", targets="layers").values["targets"] == "layers"
+    more = fill("z-image", targets="+norms")
+    assert more.values["targets"] == "layers.*.attention, layers.*.feed_forward, +norms"
+    assert "layers attention and MLP of all blocks, +norms," in fill("flux", targets="+norms").plan
     names = {kind: fill(kind).plan.split(":")[0] for kind in ("qwen", "wan", "sd3")}
     assert names == {"qwen": "Qwen-Image (Edit)", "wan": "Wan 2.1 and 2.2", "sd3": "Stable Diffusion 3.5"}
 
