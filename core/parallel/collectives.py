@@ -84,7 +84,7 @@ def start_all_to_all(
         group: The ranks.
         overlapped: Whether work that is queued until ``wait`` may run beside it.
     """
-    _refuse_gradients(send)
+    refuse_gradients(send)
     width = send.element_size()
     with contextlib.nullcontext() if overlapped else waiting(send.device):
         work = dist.all_to_all_single(
@@ -109,7 +109,7 @@ def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.Proces
     Returns:
         ``[sum(sizes), ...]`` in rank order.
     """
-    _refuse_gradients(tensor)
+    refuse_gradients(tensor)
     longest = max(sizes)
     padding = longest - tensor.shape[0]
     if padding:
@@ -129,7 +129,7 @@ def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tenso
         tensor: Overwritten by the sum if it is contiguous.
         group: The ranks.
     """
-    _refuse_gradients(tensor)
+    refuse_gradients(tensor)
     total = tensor.contiguous()
     with waiting(tensor.device):
         dist.all_reduce(total, group=group)
@@ -141,7 +141,12 @@ def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _refuse_gradients(tensor: torch.Tensor) -> None:
+def refuse_gradients(tensor: torch.Tensor) -> None:
+    """Check that no gradient is to flow through what travels between ranks.
+
+    Raises:
+        PlanError: If one is.
+    """
     if tensor.requires_grad and torch.is_grad_enabled():
         raise PlanError(
             "a parallel model was run with gradients on, but its collectives have no backward. "

@@ -8,7 +8,8 @@ calls these three functions instead, in the model's own forward:
     tokens = gather(tokens, length, group=group)
 
 Parts are uneven where lengths do not divide, and may be empty. Lengths are those of the whole sequence,
-which every rank knows, so no call waits for the host.
+which every rank knows, so no call waits for the host. Exchanges have no backward: with gradients on,
+``attend`` and ``gather`` raise instead of losing what other ranks would send back.
 
 Idea: ``sp_shard`` and ``sp_gather`` of vLLM-Omni; there lengths must divide, or are padded.
 

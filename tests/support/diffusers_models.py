@@ -71,6 +71,22 @@ def qwen() -> tuple[nn.Module, Inputs]:
     return model, inputs
 
 
+def qwen21() -> tuple[nn.Module, Inputs]:
+    """One stream of text and picture with a gated feed-forward; has a dictionary of weights only."""
+    from diffusers import QwenImage21Transformer2DModel
+
+    model = QwenImage21Transformer2DModel(
+        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=3,
+        context_in_dim=20, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": noise(1, 24, 4), "encoder_hidden_states": noise(1, 7, 20),
+        "timestep": torch.tensor([0.7]), "img_shapes": [[(1, 4, 6)]],
+        "img_mask": torch.tensor([[False] * 7 + [True] * 6]),  # each for four latent tokens
+    }  # fmt: skip
+    return model, inputs
+
+
 def flux2() -> tuple[nn.Module, Inputs]:
     """Fuses query, key, value and a gated feed-forward in one layer, and cuts its output by proportion."""
     from diffusers import Flux2Transformer2DModel

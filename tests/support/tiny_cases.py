@@ -48,13 +48,17 @@ class TinyCase:
     newer_only: bool = False
 
 
-def residuals(count: int, tokens: int, seed: int = 0, width: int = 48) -> list[torch.Tensor | None]:
+def residuals(
+    count: int, tokens: int, seed: int = 0, width: int = 48, *, batch: int = 1
+) -> list[torch.Tensor | None]:
     """Return ControlNet residuals for ``count`` blocks, every second one None."""
-    return [noise(1, tokens, width, seed=seed + index) if index % 2 == 0 else None for index in range(count)]
+    return [
+        noise(batch, tokens, width, seed=seed + index) if index % 2 == 0 else None for index in range(count)
+    ]
 
 
 def _flux_control() -> Inputs:
-    return {"input": residuals(2, 35), "output": residuals(2, 35, seed=7)}
+    return {"input": residuals(2, 35, batch=2), "output": residuals(2, 35, seed=7, batch=2)}
 
 
 def _shift_text(inputs: Inputs) -> Inputs:
@@ -67,7 +71,7 @@ def _long_text_mask() -> torch.Tensor:
     return noise(46, 46, seed=3)
 
 
-_KONTEXT_REFS = (noise(1, 4, 8, 6), noise(1, 4, 6, 10))
+_KONTEXT_REFS = (noise(2, 4, 8, 6), noise(2, 4, 6, 10))
 _QWEN_REFS = (noise(1, 4, 1, 8, 6), noise(1, 4, 1, 6, 6))
 _NO_VEC: Inputs = {"vec_in_dim": None, "guidance_embed": False, "txt_ids_dims": [1, 2]}
 _LONGCAT_SHIFT = {"rope_options": {"shift_t": 1.0, "shift_y": 9.0, "shift_x": 9.0}}
@@ -79,7 +83,7 @@ FLUX_CASES = {
     "flux1-dev full mask": TinyCase(build_flux, lambda: flux_call(attention_mask=_long_text_mask())),
     "flux1-dev short text": TinyCase(build_flux, lambda: flux_call(text=2)),
     "flux1-kontext control": TinyCase(
-        build_flux, lambda: flux_call(ref_latents=list(_KONTEXT_REFS), control=_flux_control())
+        build_flux, lambda: flux_call(batch=2, ref_latents=list(_KONTEXT_REFS), control=_flux_control())
     ),
     "flux1-dev post_input": TinyCase(
         build_flux, lambda: flux_call(transformer_options={"patches": {"post_input": [_shift_text]}})
@@ -124,7 +128,12 @@ QWEN_CASES = {
     "qwen text mask, batch 2": TinyCase(build_qwen, lambda: qwen_call(batch=2, attention_mask=_PADDED_TEXT)),
     "qwen short text": TinyCase(build_qwen, lambda: qwen_call(text=2)),
     "qwen edit, control": TinyCase(
-        build_qwen, lambda: qwen_call(ref_latents=list(_QWEN_REFS), control={"input": residuals(2, 35)})
+        build_qwen,
+        lambda: qwen_call(
+            batch=2,
+            ref_latents=[noise(2, 4, 1, *size) for size in ((8, 6), (6, 6))],
+            control={"input": residuals(2, 35, batch=2)},
+        ),
     ),
     "qwen edit-2509": TinyCase(
         build_qwen,
@@ -156,7 +165,7 @@ WAN_CASES = {
     ),
     "wan2.1 i2v clip": TinyCase(
         lambda: build_wan(model_type="i2v", in_dim=9),
-        lambda: wan_call(channels=9, clip_fea=noise(1, 257, 1280)),
+        lambda: wan_call(batch=2, channels=9, clip_fea=noise(2, 257, 1280)),
     ),
     "wan reference, frame timesteps": TinyCase(
         lambda: build_wan(in_dim_ref_conv=4),

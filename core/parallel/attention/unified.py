@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..collectives import refuse_gradients
 from ..mesh import SequenceGroup
 from .local import AttentionCall
 from .ring import ring_attention, ring_scale
@@ -29,7 +30,13 @@ def sequence_attention(
 
     Returns:
         ``[B, S_local, H * D]``, contiguous.
+
+    Raises:
+        PlanError: If a gradient is to flow through it.
     """
+    # Here, because a rank without tokens packs none that a gradient flows to, and would wait for the others.
+    for tensor in (call.q, call.k, call.v):
+        refuse_gradients(tensor)
     ring = group.ring
     if ring is None:
         assert group.ulysses is not None

@@ -68,6 +68,29 @@ def test_shard_and_gather_are_inverse_in_any_dim() -> None:
     run_ranks(body, 3)
 
 
+def test_gradients_are_refused_instead_of_lost() -> None:
+    """By every method, on the rank that has no token as well, so that none waits for another."""
+
+    def body() -> list[str]:
+        seen = []
+        whole = noise(1, 1, 6).requires_grad_()
+        for dims in layouts_of(2):
+            group = sequence_group(dims)
+            part = shard(whole, group=group)
+            q = part.unflatten(-1, (3, 2)).transpose(1, 2)
+            for fails in (
+                lambda q=q, group=group: attend(q, q, q, lengths=(1,), group=group),
+                lambda part=part, group=group: gather(part, 1, group=group),
+            ):
+                with pytest.raises(PlanError) as caught:
+                    fails()
+                seen.append(str(caught.value))
+        return seen
+
+    for seen in run_ranks(body, 2):
+        assert len(seen) == 4 and all("no backward" in message for message in seen)
+
+
 def test_parts_that_do_not_fit_are_refused() -> None:
     def body() -> None:
         group = world_sequence()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import PlanError, RequestError
 from comfyui_ferry.core.parallel import parallelize, read_tp_plan
-from ferry_support.diffusers_models import flux, flux2, qwen
+from ferry_support.diffusers_models import flux, flux2, qwen, qwen21
 from ferry_support.parity import TOLERANCE, relative_error, world_group
 from ferry_support.ranks import run_ranks
 from ferry_support.tensor_parity import weight_bytes
@@ -19,8 +19,11 @@ from torch import nn
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_diffusers_models_equal_one_rank(world_size: int) -> None:
-    """Three heads, on two ranks unevenly; Flux and Flux 2 have layers over attention and feed-forward."""
-    models = {"flux": flux(), "flux2": flux2(), "qwen": qwen()}
+    """Every class of diffusers 0.42 that brings a dictionary; three heads, on two ranks unevenly.
+
+    Flux and Flux 2 have layers over attention and feed-forward.
+    """
+    models = {"flux": flux(), "flux2": flux2(), "qwen": qwen(), "qwen21": qwen21()}
     for model, _ in models.values():
         randomize(model)
 
