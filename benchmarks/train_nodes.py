@@ -6,7 +6,7 @@
 
 Each row runs in a process of its own, so one that fails does not end the others; budgets of VRAM are tried
 one after the other in one process, on one model. Seconds a step are taken between optimizer steps, after the
-first six; peaks are ``torch.cuda.max_memory_allocated`` of the whole run, with what CUDA graphs keep for
+first ten; peaks are ``torch.cuda.max_memory_allocated`` of the whole run, with what CUDA graphs keep for
 themselves, beside the peak that was planned, and the process's largest resident set. The gradient error is
 that of all LoRA gradients of one step against plain autograd in fp32 with the LoRA merged into the weights,
 for the inputs and the output gradient that the node used (FLUX models only).
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_memory import graph_pool_bytes
+from gpu_memory import PeakOutsideGraphs, graph_pool_bytes
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,8 +55,8 @@ MODELS = {
 }
 ROWS = ("ferry", "ferry, weights on the GPU", "stock", "stock, offloading")
 RANK = 16
-# The residency plan is corrected by what the first steps took.
-_WARM_UP_STEPS = 6
+# The residency plan is corrected by what the first six took; then blocks are recorded once more.
+_WARM_UP_STEPS = 10
 
 
 def build(name: str, device: str) -> Any:
@@ -288,15 +288,15 @@ def measure(row: str, model: Any, name: str, device: str, steps: int, *, budget:
     """Run the node once and return its figures."""
     moments: list[float] = []
     planned: list[int] = []
-
-    peaks = [0, 0]
+    peak = PeakOutsideGraphs()
+    pool_bytes = 0
 
     def before_step(optimizer: Any, *rest: Any) -> None:
+        nonlocal pool_bytes
         if device == "cuda":
             torch.cuda.synchronize()
-            if len(moments) == _WARM_UP_STEPS:  # graphs count as allocated only while they are recorded
-                peaks[:] = torch.cuda.max_memory_allocated(), graph_pool_bytes()
-                torch.cuda.reset_peak_memory_stats()
+            if len(moments) >= _WARM_UP_STEPS:
+                pool_bytes = max(pool_bytes, graph_pool_bytes())
         moments.append(time.perf_counter())
 
     if device == "cuda":
@@ -304,7 +304,7 @@ def measure(row: str, model: Any, name: str, device: str, steps: int, *, budget:
         torch.cuda.reset_peak_memory_stats()
     handle = register_optimizer_step_pre_hook(before_step)
     try:
-        with noted_plans(planned):
+        with noted_plans(planned), peak.watching():
             changes = {"vram_budget_gb": budget} if row == "ferry" else {}
             run_node(row, model, name, steps=_WARM_UP_STEPS + steps, **changes)
     finally:
@@ -312,7 +312,7 @@ def measure(row: str, model: Any, name: str, device: str, steps: int, *, budget:
     return {
         "vram_budget_gb": budget or None,
         "seconds_per_step": (moments[-1] - moments[-1 - steps]) / steps,
-        "peak_vram_gb": max(peaks[0], peaks[1] + torch.cuda.max_memory_allocated()) / 1e9,
+        "peak_vram_gb": (peak.read() + pool_bytes) / 1e9 if device == "cuda" else 0.0,
         "planned_vram_gb": planned[-1] / 1e9 if planned else None,
         "peak_ram_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }

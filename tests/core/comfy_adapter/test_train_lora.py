@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import math
@@ -465,6 +466,8 @@ def test_a_gpu_holds_a_part_of_the_model(mode):
     assert all(math.isfinite(loss) for loss in result.loss_map["loss"])
     # Two blocks of each kind (0.15), and what recordings keep for each kind.
     assert peak < (0.25 if "parts" in mode else 0.4) * weight_bytes
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that multiplied matrices
     assert torch.cuda.memory_allocated() - start < 0.05 * weight_bytes
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
     assert all(parameter.device.type == "cpu" for parameter in model.model.parameters())
