@@ -43,7 +43,7 @@ class _ThreadState(threading.local):
     """What one thread is doing."""
 
     def __init__(self) -> None:
-        self.is_filling = False
+        self.filling: InputKey | None = None  # the input that a layer is computing for, ahead
         self.keys: dict[int, InputKey | Tensor | None] = {}  # a tensor: the key is to be read when needed
 
 
@@ -182,14 +182,15 @@ class ModulationCache:
         """Call the module around a layer; if its one argument decides everything, remember it."""
         if not self.is_active:
             return forward(*args, **kwargs)
-        key = None
-        if len(args) == 1 and not kwargs and is_plain(args[0]):
+        # While a layer computes ahead it is known: to read it would be to wait for the queue every time.
+        key: InputKey | Tensor | None = self._thread.filling
+        if key is None and len(args) == 1 and not kwargs and is_plain(args[0]):
             self._probe.meet(args[0])
             if active_reader() is not None:
                 key = args[0]
             else:
                 key = self._keys.key(args[0])
-                if self._expect is not None and key is not None and not self._thread.is_filling:
+                if self._expect is not None and key is not None:
                     self._meet_unknown(key, args[0])
         keys = self._thread.keys
         before, keys[id(parent)] = keys.get(id(parent)), key
@@ -201,6 +202,10 @@ class ModulationCache:
     def call_layer(self, layer: CachedLayer, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Return what the layer returns for this call, from the store if it is there."""
         key = self._thread.keys.get(id(layer.parent))
+        filling = self._thread.filling
+        if filling is not None and key is filling:
+            output = forward(*args, **kwargs)
+            return self._keep(filling, layer, output) if layer.may_be_cached(args[0]) else output
         if key is None or len(args) != 1 or kwargs or not layer.may_be_cached(args[0]):
             return forward(*args, **kwargs)
         reader = active_reader()
@@ -209,17 +214,17 @@ class ModulationCache:
             return forward(*args, **kwargs) if recorded is None else recorded.clone()
         if is_observed() or isinstance(key, Tensor):
             return forward(*args, **kwargs)
-        if not self._thread.is_filling:
-            self._compute(layer, self._due.take(layer))
+        self._compute(layer, self._due.take(layer))
         found = self._store.find(key, layer)
         if found is not None:
-            if not self._thread.is_filling:
-                self.num_hits += 1
-                self._store.note_use(key)
+            self.num_hits += 1
+            self._store.note_use(key)
             return found.clone()
         output = forward(*args, **kwargs)
-        if not self._thread.is_filling:
-            self.num_misses += 1
+        self.num_misses += 1
+        return self._keep(key, layer, output)
+
+    def _keep(self, key: InputKey, layer: CachedLayer, output: Any) -> Any:
         if is_plain(output) and not output.requires_grad:
             self._store.put(key, layer, output)
         return output
@@ -270,17 +275,17 @@ class ModulationCache:
 
     def _compute(self, layer: CachedLayer, arguments: Mapping[InputKey, Tensor]) -> None:
         """Have one layer compute for inputs, with one copy of its weights for all of them."""
-        missing = self._missing(layer, arguments)
+        missing = self._missing(layer, arguments) if arguments else None
         if not missing:
             return
-        self._thread.is_filling = True
         try:
             with self._open_scope(), layer.held(), torch.no_grad():
                 for key, argument in missing.items():
+                    self._thread.filling = key
                     with key.autocast():
                         layer.parent(argument)
         finally:
-            self._thread.is_filling = False
+            self._thread.filling = None
 
 
 def make_cache(

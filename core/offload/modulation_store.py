@@ -151,8 +151,7 @@ class OutputStore:
             return
         entry = self._entries.setdefault(key, _Outputs())
         self._forget(entry, layer)
-        with torch.inference_mode(False), torch.no_grad():
-            entry.by_layer[id(layer)] = (output.clone(), state)
+        entry.by_layer[id(layer)] = (_plain_clone(output), state)
         entry.nbytes += nbytes
         self.stored_bytes += nbytes
 
@@ -211,6 +210,17 @@ class OutputStore:
             nbytes = found[0].numel() * found[0].dtype.itemsize
             entry.nbytes -= nbytes
             self.stored_bytes -= nbytes
+
+
+def _plain_clone(tensor: Tensor) -> Tensor:
+    """Return a copy that is no inference tensor; modes are left only if they are on: copies are many."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _plain_clone(tensor)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return tensor.clone()
+    return tensor.clone()
 
 
 def _is_same(seen: Tensor, tensor: Tensor, version: int) -> bool:

@@ -248,7 +248,7 @@ class _AsideHook(ModuleHook):
     @override
     def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         asides = self._asides()
-        if asides is None:
+        if asides is None or self._block.depth:
             return forward(*args, **kwargs)
         with asides.using(self._block):
             return forward(*args, **kwargs)
