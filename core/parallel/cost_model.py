@@ -152,8 +152,14 @@ def predict(work: DenoiserWork, machine: Machine, dims: ParallelDims) -> Predict
         forward_s += machine.dispatch_s
     rounds = math.ceil(work.conditionings / dims.cfg)
     whole = work.weight_bytes - work.cut_weight_bytes
-    memory = whole + work.cut_weight_bytes / dims.tp + work.activation_bytes / share
+    memory = whole + work.cut_weight_bytes * _largest_share(work, dims.tp) + work.activation_bytes / share
     return Prediction(dims, rounds * forward_s, rounds * exchange_s, memory)
+
+
+def _largest_share(work: DenoiserWork, ranks: int) -> float:
+    """Return the share of the cut weights on the tensor parallel rank that has the most heads."""
+    heads = [call.heads for call in work.attention if call.over_sequence]
+    return max([math.ceil(count / ranks) / count for count in heads], default=1 / ranks)
 
 
 def _largest_part(work: DenoiserWork, parts: int) -> DenoiserWork:

@@ -96,6 +96,9 @@ def test_the_rank_with_most_heads_decides():
     heads_30 = DenoiserWork(0.0, (AttentionWork(4096, 4096, 30, 128),), 1)
     assert speed_up(heads_30, free, ulysses=4) == pytest.approx(30 / 8)
     assert speed_up(heads_30, free, tp=4) == pytest.approx(30 / 8)
+    # And holds the most: 8 of 30 heads on one of four ranks.
+    thirty = replace(work(4608, heads=30), cut_weight_bytes=30 * GIB, weight_bytes=30 * GIB)
+    assert predict(thirty, machine(4), ParallelDims(tp=4)).memory_bytes == pytest.approx(8 * GIB)
 
 
 def test_cross_attention_needs_no_exchange():
