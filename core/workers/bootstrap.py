@@ -32,6 +32,9 @@ from pathlib import Path
 
 # The counter of beats, and behind it the one of `progress`; a page, which a GPU can write to.
 HEARTBEAT_BYTES = mmap.PAGESIZE
+# Where the page says that this process has been inside one call of torch.distributed for a while.
+COLLECTIVE_BYTE = 17
+_COLLECTIVES = "torch/distributed/"
 # The kernel's name of the thread that beats; it keeps 15 characters.
 WATCH_THREAD = "ferry-watch"
 _HEARTBEAT_PERIOD_S = 0.5
@@ -74,10 +77,13 @@ def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(WATCH_THREAD)
         poller = select.poll()
         poller.register(control, select.POLLRDHUP)
-        beats = 0
+        beats, place = 0, None
         while True:
             beats += 1
             struct.pack_into("<Q", counter, 0, beats)
+            latest = _collective_under_way()
+            counter[COLLECTIVE_BYTE] = latest is not None and latest == place
+            place = latest
             if poller.poll(_HEARTBEAT_PERIOD_S * 1000) or os.getppid() != parent:
                 break
         # A dying process closes its files before its children change hands, so look again for a while.
@@ -90,6 +96,17 @@ def watch_parent(control: int, heartbeat: int, *, parent: int, directory: str) -
 
     threading.Thread(target=watch, name="ferry-parent-watch", daemon=True).start()
     return counter
+
+
+def _collective_under_way() -> tuple[int, int] | None:
+    """Return what tells the main thread's present call of torch.distributed from others; None if in none.
+
+    Making NCCL's connections keeps a core busy while the other ranks have not come, as computing does.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or _COLLECTIVES not in frame.f_code.co_filename:
+        return None
+    return id(frame), frame.f_lasti
 
 
 def wake_up_with_parents_end(lifeline: int) -> None:

@@ -76,7 +76,7 @@ class RankProcess:
         return read_progress(self.heartbeat)
 
     def waits(self) -> bool:
-        """Return whether it says that it only waits for its device."""
+        """Return whether it only waits, for its device or for other ranks."""
         return read_waiting(self.heartbeat)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..log import get_logger
+from .bootstrap import COLLECTIVE_BYTE
 
 # Behind the heartbeat's counter.
 OFFSET_BYTES = 8
@@ -86,5 +87,5 @@ def read_progress(memory: mmap.mmap) -> int:
 
 
 def read_waiting(memory: mmap.mmap) -> bool:
-    """Return whether a rank's host only waits (``ProgressCounter.waiting``), in its parent."""
-    return memory[_WAITING_BYTE] != 0
+    """Return whether a rank's host only waits, as it says or as its beating thread sees, in its parent."""
+    return memory[_WAITING_BYTE] != 0 or memory[COLLECTIVE_BYTE] != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import resource
@@ -111,6 +112,14 @@ class _Jobs:
             dist.all_reduce(value)
         with self.context.progress.waiting():
             return value.cpu()
+
+    def job_loop_while_others_make_connections(self):
+        """Rank 1 loops; the others keep a core busy inside torch.distributed, as NCCL does at first."""
+        if self.context.rank == 1:
+            print(f"a fault is planted at {time.monotonic():.3f}", flush=True)
+            planted_loop()
+        call = "hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)"
+        exec(compile(call, "torch/distributed/stand_in.py", "eval"), {"hashlib": hashlib})
 
     def job_compute(self, seconds, rank=0, parts=1):
         """One rank computes while the others wait for it, and marks each of several parts as done."""

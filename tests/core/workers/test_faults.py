@@ -101,6 +101,16 @@ def test_a_fault_at_the_end(forked, kind):
     assert grown(leftovers, before) == {}
 
 
+def test_a_loop_while_others_keep_a_core_busy_in_a_collective(forked):
+    """As NCCL does while it makes its connections, in the first collective of a group."""
+    with WorkerPool.start(spec()) as pool:
+        begin, processes = time.monotonic(), pids(pool)
+        with pytest.raises(WorkerError) as caught:
+            pool.call("loop_while_others_make_connections", same_work=True)
+        assert "does not end: worker rank 1 was computing" in str(caught.value)
+        assert_found(begin, caught.value, "loop", processes)
+
+
 def test_a_call_to_a_rank_that_has_just_died_says_how(forked, monkeypatch):
     """Though nobody has seen it yet when the call is sent."""
     take = Watchdog._take_replies
