@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import uuid
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import comfy.model_management
 import torch
 from torch import Tensor
 
@@ -93,6 +95,23 @@ def run_lora_training(
         TrainingError: If training would be silently wrong.
         SaveError: If the LoRA does not load back into this model.
     """
+    try:
+        return _run(model, latents, positive, request, data=data, node_id=node_id, preview=preview)
+    finally:
+        if model.load_device.type == "cuda":
+            _release_memory(model.load_device)
+
+
+def _run(
+    model: Any,
+    latents: Sequence[dict],
+    positive: Sequence[list],
+    request: TrainingRequest,
+    *,
+    data: TrainingCache | None,
+    node_id: str | None,
+    preview: PreviewInputs | None,
+) -> TrainedLora:
     saves, preview = request.saves, preview or PreviewInputs()
     with torch.inference_mode(False):
         check_trainable(model)
@@ -144,6 +163,19 @@ def run_lora_training(
             tensors, state = session.lora(), training.state(identity)
     path = session.close(tensors, state)
     return TrainedLora(tensors, {"loss": drawable(state.losses)}, state.step, path)
+
+
+def _release_memory(device: torch.device) -> None:
+    """Give the GPU memory of a training that ended to the next node, not just sometime.
+
+    The training's objects refer to each other, so Python lets go of them only when it collects garbage. And
+    PyTorch keeps what cuBLAS works in for good: 32 MiB on a Hopper GPU for every pair of a thread and a
+    stream, also for the stream that blocks were recorded on. It is made again when it is needed.
+    """
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    comfy.model_management.soft_empty_cache()
 
 
 def training_identity(

@@ -258,6 +258,21 @@ def test_the_model_is_untouched(kind):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def alive():
+    gc.collect()
+    return {id(item): item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)}
+
+
+def test_nothing_of_it_stays_in_memory():
+    model = PATCHERS["flux"].build()
+    train("flux", model, **MODES["both, optimizer on cpu"])
+    before = alive()
+    result = train("flux", model, **MODES["both, optimizer on cpu"])
+    kept = {id(tensor) for tensor in result.lora.values()}
+    left = [tensor.shape for key, tensor in alive().items() if key not in before and key not in kept]
+    assert left == []
+
+
 def test_the_seed_alone_decides():
     torch.manual_seed(0)
     first = train("flux", training={"seed": 5})
