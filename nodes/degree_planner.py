@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..core.comfy_adapter import plan_degrees
 from .schema import known
@@ -54,6 +54,7 @@ class PlanParallelDegrees(io.ComfyNode):
                 # Last, so that saved workflows keep their links.
                 io.Int.Output(display_name="batch_degree", tooltip="For the input of this name."),
             ],
+            is_output_node=True,
             **known(io.Schema, search_aliases=["multi gpu planner", "auto parallel", "best degrees"]),
         )
 
@@ -62,4 +63,5 @@ class PlanParallelDegrees(io.ComfyNode):
         """Return the degrees and the reason."""
         advice = plan_degrees(model, latent=latent_image, max_gpus=max_gpus, **settings)
         dims = advice.dims
-        return io.NodeOutput(advice.gpus, dims.cfg, dims.ulysses, dims.ring, dims.tp, advice.text, dims.batch)
+        degrees = (dims.cfg, dims.ulysses, dims.ring, dims.tp)
+        return io.NodeOutput(advice.gpus, *degrees, advice.text, dims.batch, ui=ui.PreviewText(advice.text))

@@ -13,6 +13,7 @@ from ..training.dataset import (
     folder_version,
     join_sets,
     load_training_folder,
+    order_folders,
     plain_examples,
 )
 from ..training.families import FAMILIES, OTHER, bucket_step_px
@@ -23,8 +24,11 @@ FAMILY_NAMES = ("any", *(family.name for family in FAMILIES))
 
 
 def input_subfolders() -> list[str]:
-    """Return the folders below ComfyUI's input folder."""
-    return sorted(folder_paths.get_input_subfolders())
+    """Return the folders below ComfyUI's input folder, those that look like training data first.
+
+    A new node takes the first; ComfyUI itself makes folders there, such as ``3d``.
+    """
+    return order_folders(Path(folder_paths.get_input_directory()), folder_paths.get_input_subfolders())
 
 
 def training_folder_version(folder: str, control_folder: str = NO_CONTROL) -> str:

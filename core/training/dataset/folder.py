@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 
@@ -65,6 +66,22 @@ class FolderOptions:
                 raise RequestError(
                     f"{name}={getattr(self, name)} was asked", limit=limit, way_out=f"Change {name}"
                 )
+
+
+def order_folders(root: Path, names: Iterable[str]) -> list[str]:
+    """Return the folders below ``root`` in order: pictures with captions, then pictures, then all others."""
+    return sorted(names, key=lambda name: (_unlikeness(root, name), name))
+
+
+def _unlikeness(root: Path, name: str) -> int:
+    """How little a folder looks like training data, by its files' names: 0 to 2."""
+    folder = root / name
+    if not folder.resolve().is_relative_to(root.resolve()) or not folder.is_dir():
+        return 2
+    suffixes = {path.suffix.lower() for path in folder.iterdir()}
+    if not suffixes & (PICTURE_SUFFIXES | VIDEO_SUFFIXES):
+        return 2
+    return 0 if CAPTION_SUFFIX in suffixes else 1
 
 
 def load_training_folder(root: Path, name: str, options: FolderOptions) -> TrainingSet:

@@ -13,6 +13,7 @@ from comfyui_ferry.core.training.dataset import (
     folder_version,
     join_sets,
     load_training_folder,
+    order_folders,
     plain_examples,
     read_pixels,
 )
@@ -32,6 +33,16 @@ def put(folder, name, size=(64, 64), caption="a caption", colour=(200, 100, 50))
 
 def load(root, name="cats", **options):
     return load_training_folder(root, name, FolderOptions(**(SMALL | options)))
+
+
+def test_folders_that_look_like_training_data_come_first(tmp_path):
+    root = tmp_path / "input"
+    put(root / "cats", "a.png")
+    put(root / "birds", "a.png", caption=None)
+    put(tmp_path / "outside", "a.png")
+    (root / "3d").mkdir()
+    (root / "ants").symlink_to(tmp_path / "outside")
+    assert order_folders(root, ["3d", "ants", "birds", "cats"]) == ["cats", "birds", "3d", "ants"]
 
 
 def test_pictures_get_their_own_captions_and_buckets(tmp_path):
