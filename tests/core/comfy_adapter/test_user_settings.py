@@ -54,7 +54,8 @@ def test_a_cached_node_runs_again_only_if_its_auto_means_something_else(write):
 
 def test_a_training_that_offloads_takes_the_budgets_and_says_so(write):
     model = PATCHERS["wan"].build()
-    asked = {"rank": 4, "alpha": 4.0, "learning_rate": 1e-4, "targets": "", "loss_function": "auto"}
+    asked = {"rank": 4, "alpha": 4.0, "learning_rate": 1e-4, "targets": "", "loss_function": "auto",
+             "optimizer": "AdamW"}  # fmt: skip
     write(VramBudgetGb=8)
     filled = fill_auto(model, asked | {"offload": True})
     assert (filled.values["vram_budget_gb"], filled.values["ram_budget_gb"]) == (8.0, 0.0)

@@ -25,7 +25,7 @@ _SEED = 20261130
 _AUTOENCODER_STEPS, _AUTOENCODER_BATCH, _AUTOENCODER_ERROR_LIMIT = 320, 16, 0.10
 _DENOISER_STEPS, _DENOISER_BATCH, _DENOISER_LOSS_LIMIT = 600, 32, 0.55
 _STYLE_DIGITS, _PICTURES_PER_DIGIT = (3,), 12
-_LIMIT_S = 600
+_LIMIT_S = 1800  # on a machine that others use as well; two minutes on a quiet one
 _PARTIAL = ".making_"
 
 
@@ -51,6 +51,7 @@ def ensure_checkpoint(root: Path, comfyui: Path, *, threads: int = 1) -> Path:
 
     Raises:
         subprocess.CalledProcessError: If the training failed; it has said why on stderr.
+        subprocess.TimeoutExpired: If it did not end within half an hour.
     """
     folder = checkpoint_folder(root)
     if not folder.is_dir():
