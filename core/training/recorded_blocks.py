@@ -106,6 +106,7 @@ class RecordedBlocks:
         self._memories.clear()
         self._places.clear()
         self._recorder = self._make_recorder()
+        self._pool_seen = 0, 0
 
     @property
     def obstacles(self) -> dict[str, str]:

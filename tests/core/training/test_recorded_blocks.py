@@ -301,3 +301,16 @@ def test_an_adapter_that_is_left_out_later():
     assert list(fast.recorded.obstacles) == ["blocks.2"]
     assert replays[2] == replays[1] + 8
     assert replays[-1] == replays[-2] + 6
+
+
+def test_the_memory_of_recordings_is_asked_for_again_after_they_were_forgotten(monkeypatch):
+    from comfyui_ferry.core.training.block_recording import CudaGraphRecorder
+
+    sizes = iter((5, 7))
+    monkeypatch.setattr(CudaGraphRecorder, "pool_bytes", lambda self: next(sizes))
+    recorded = RecordedBlocks([], "cpu")
+    recorded._recordings["first",] = None
+    assert recorded.pool_bytes == recorded.pool_bytes == 5
+    recorded.clear()
+    recorded._recordings["second",] = None
+    assert recorded.pool_bytes == 7
