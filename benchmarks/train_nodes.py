@@ -6,10 +6,10 @@
 
 Each row runs in a process of its own, so one that fails does not end the others; budgets of VRAM are tried
 one after the other in one process, on one model. Seconds a step are taken between optimizer steps, after the
-first ten (of the stock node: three); peaks are ``torch.cuda.max_memory_allocated`` of the whole run, with what CUDA graphs keep for
-themselves, beside the peak that was planned, and the process's largest resident set. The gradient error is
-that of all LoRA gradients of one step against plain autograd in fp32 with the LoRA merged into the weights,
-for the inputs and the output gradient that the node used (FLUX models only).
+first ten (of the stock node: three); peaks are ``torch.cuda.max_memory_allocated`` of the whole run, with
+what CUDA graphs keep for themselves, beside the peak that was planned, and the process's largest resident
+set. The gradient error is that of all LoRA gradients of one step against plain autograd in fp32 with the LoRA
+merged into the weights, for the inputs and the output gradient that the node used (FLUX models only).
 """
 
 from __future__ import annotations
