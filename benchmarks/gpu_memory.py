@@ -34,9 +34,10 @@ class PeakOutsideGraphs:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Leave out every recording that is made in the body."""
+        """Leave out every recording that is made in the body, and see through resets of PyTorch's peak."""
         peak = self
         begin, end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+        reset = torch.cuda.reset_peak_memory_stats
 
         def capture_begin(self: torch.cuda.CUDAGraph, *args: object, **options: object) -> None:
             peak.read()
@@ -44,11 +45,17 @@ class PeakOutsideGraphs:
 
         def capture_end(self: torch.cuda.CUDAGraph) -> None:
             end(self)
-            torch.cuda.reset_peak_memory_stats()
+            reset()
 
+        def reset_peak(*device: object) -> None:
+            peak.nbytes = max(peak.nbytes, torch.cuda.max_memory_allocated())
+            reset(*device)  # pyright: ignore[reportArgumentType]
+
+        torch.cuda.reset_peak_memory_stats = reset_peak
         torch.cuda.CUDAGraph.capture_begin = capture_begin
         torch.cuda.CUDAGraph.capture_end = capture_end
         try:
             yield
         finally:
             torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end = begin, end
+            torch.cuda.reset_peak_memory_stats = reset

@@ -73,6 +73,8 @@ class PreparedNetwork:
         tuner = self.manager.tuner
         # Its plan leaves room for recordings if it can; until there is one, blocks are only looked at.
         self.recorded.may_record = tuner is None or tuner.has_reserve
+        if tuner is not None and tuner.is_done and not tuner.has_reserve:
+            self.recorded.stop()
         return retry_on_oom(self.manager, passes, release=self.recorded.stop)
 
 
@@ -138,7 +140,7 @@ def prepared_network(
             stack.callback(recorded.remove)
             recorded.install()
             if manager.tuner is not None:
-                manager.tuner.reserve = lambda: recorded.needed_bytes
+                manager.tuner.recordings = recorded
         rewriting = OutOfPlace(denoiser)
         stack.callback(rewriting.remove)
         yield PreparedNetwork(adapters, rewriting, manager, budget is not None, recorded)
@@ -219,6 +221,8 @@ class PreparedModel:
         )
         cache = self.manager.modulation_cache if self.manager else None
         if self.network.has_budget:
+            if self.manager is not None and self.manager.tuner is not None:
+                self.manager.tuner.later_bytes = lambda: training.weights.later_bytes(process.device)
             training.rehearse(_REHEARSED_PASSES)
         ahead = ModulationAhead(cache, process, training.coming_batches) if cache else None
         session.run(training)

@@ -25,6 +25,7 @@ and ``stream_residents`` what of each stays, ``stream_buffers`` holds what sever
 and place in the model. ``weight_files`` reads safetensors without a copy.
 """
 
+from .budget import OffloadBudget
 from .external_reads import Reader, reading
 from .layer_major import BlockSequence, backward_layer_major
 from .manager import OffloadTrainingManager
@@ -44,7 +45,6 @@ from .stream_needs import least_stream_bytes
 from .stream_part import WeightChange
 from .stream_stats import StreamStats
 from .streamer import ModelStreamer
-from .tuner import OffloadBudget
 from .weight_files import WeightFile
 
 __all__ = [

@@ -294,7 +294,6 @@ class Engine:
         self.residency.pin(bucket)
         scope.buckets[id(bucket)] = bucket
         is_recompute = torch._C._current_graph_task_id() != NO_TASK
-        if not is_recompute:
-            self.timer.use(bucket)
+        self.timer.use(bucket, is_recompute=is_recompute)
         if self.holding.note(bucket):
             self.look_ahead.used(bucket, is_recompute=is_recompute)

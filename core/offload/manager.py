@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..errors import OffloadError
 from ..module_hooks import install_hook, remove_hook
 from .attach import check_request, collect, make_dicts, make_units, set_dict, set_limits, take_over
+from .budget import OffloadBudget
 from .checks import check_model
 from .config import OffloadConfig
 from .engine import Engine
@@ -32,7 +33,7 @@ from .prefetch import start_next_forward
 from .saved_tensors import check_torch
 from .shared_masters import SharedMasters
 from .stats import OffloadStats, take_snapshot
-from .tuner import OffloadBudget, ResidencyTuner, apply_plan, lower_residency
+from .tuner import ResidencyTuner, apply_plan, lower_residency
 from .units import has_forward, module_bytes, owned_tensors, plan_units
 from .unobserved import unobserved
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import RequestError
-from .prediction import OffloadProfile, Prediction, predict
+from .prediction import OffloadProfile, Prediction, predict, slot_bytes
 
 GB = 10**9
 # Rooms for streaming that are tried, in multiples of the largest streamed bucket.
@@ -97,9 +97,11 @@ def plan_residency(
             way_out="Raise the budget, move smaller modules at a time, or lower resolution or batch size",
         )
     room = vram_budget_bytes - profile.other_bytes
+    sizes = [bucket.nbytes for bucket in profile.buckets]
+    rooms = [(depth, room - slot_bytes(sizes, ring_bytes=depth * largest)) for depth in _RING_DEPTHS]
     best: ResidencyPlan | None = None
     for depth, chosen in itertools.chain.from_iterable(
-        ((depth, names) for names in _candidates(profile, room - depth * largest)) for depth in _RING_DEPTHS
+        ((depth, names) for names in _candidates(profile, left)) for depth, left in rooms
     ):
         plan = _make_plan(profile, chosen, ring_bytes=depth * largest, pin_budget_bytes=pin_budget_bytes)
         if plan.prediction.peak_bytes <= vram_budget_bytes and _is_better(plan, best):

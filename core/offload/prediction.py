@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .slots import largest_reused
+
 
 @dataclass(frozen=True)
 class BucketProfile:
@@ -111,13 +113,35 @@ def predict(
     compute_s = sum(bucket.forward_s + bucket.backward_s for bucket in profile.buckets)
     streamed = sum(bucket.nbytes for bucket in streams)
     kept_bytes = profile.total_bytes - streamed
+    sizes = (bucket.nbytes for bucket in streams)
     return Prediction(
         step_s=passes + profile.other_s,
         link_s=sum(copies_s.values()) + sum(again_s.values()),
         compute_s=compute_s + profile.other_s,
         moved_bytes=2 * streamed - sum(still_there.values()),
-        peak_bytes=profile.other_bytes + kept_bytes + min(ring_bytes, streamed),
+        peak_bytes=profile.other_bytes + kept_bytes + slot_bytes(sizes, ring_bytes=ring_bytes),
     )
+
+
+def slot_bytes(sizes: Iterable[int], *, ring_bytes: int) -> int:
+    """Return the target memory that streaming takes.
+
+    What is in use, or on its way, keeps to the room for streaming. Free slots come on top: those of large
+    blocks serve no much smaller ones, and stay, since recordings rely on where they are. So blocks of very
+    different sizes have a room each.
+
+    Args:
+        sizes: Bytes of the buckets that are streamed.
+        ring_bytes: The room for streaming.
+    """
+    rooms: list[int] = []
+    largest = 0
+    for nbytes in sorted(sizes, reverse=True):
+        if not rooms or largest > largest_reused(nbytes):
+            rooms.append(0)
+            largest = nbytes
+        rooms[-1] += nbytes
+    return sum(min(ring_bytes, room) for room in rooms)
 
 
 def _last_within(streams: Sequence[BucketProfile], ring_bytes: int) -> dict[str, int]:

@@ -84,7 +84,7 @@ class SlotPool:
 
         One that is kept has no byte more than it needs: it is not there for others later.
         """
-        largest = rounded(nbytes) if is_kept else max(2 * nbytes, _SMALL_BYTES)
+        largest = rounded(nbytes) if is_kept else largest_reused(nbytes)
         suits = [slot for slot in self._free if nbytes <= slot.capacity_bytes <= largest]
         if suits:
             slot = min(suits, key=lambda candidate: candidate.capacity_bytes)
@@ -129,6 +129,11 @@ class SlotPool:
             free_bytes -= slot.capacity_bytes
             self.allocated_bytes -= slot.capacity_bytes
             self._transfer.discard(slot.flat, slot.lease)
+
+
+def largest_reused(nbytes: int) -> int:
+    """Return the size of the largest free slot that is reused for ``nbytes``."""
+    return max(2 * nbytes, _SMALL_BYTES)
 
 
 def rounded(nbytes: int) -> int:

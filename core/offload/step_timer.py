@@ -1,4 +1,4 @@
-"""How long forward and backward take, and how much of that is waiting for copies.
+"""How long forward and backward take, how much of that is waiting for copies, and what memory they take.
 
 On CUDA the marks are events on the current stream: what is measured is the device's time, and marking
 does not wait. On the CPU copies are part of the pass, so their time counts as waiting.
@@ -8,6 +8,7 @@ What this module does not do: it decides nothing; see ``tuner``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,13 +26,18 @@ class StepTimer:
 
     Args:
         device: The target.
+        slot_bytes: Returns the target memory that weights have at present; None: memory is not looked at.
 
     Attributes:
         used: Every bucket that a forward used, in order.
+        other_bytes: The most memory besides weights that was in use between two of these uses (CUDA only).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, slot_bytes: Callable[[], int] | None = None) -> None:
         self._device = device
+        self._slot_bytes = slot_bytes if device.type == "cuda" else None
+        self._last_slot_bytes = slot_bytes() if slot_bytes else 0
+        self.other_bytes = 0
         self._open: dict[str, Mark] = {}
         self._spans: dict[str, list[tuple[Mark, Mark]]] = {}
         self.used: dict[int, Bucket] = {}
@@ -60,9 +66,22 @@ class StepTimer:
         for kind in list(self._open):
             self.add(f"{kind} wait", start)
 
-    def use(self, bucket: Bucket) -> None:
-        """Note that a forward uses the bucket."""
-        self.used.setdefault(id(bucket), bucket)
+    def use(self, bucket: Bucket, *, is_recompute: bool = False) -> None:
+        """Note that a forward, or a recompute, uses the bucket."""
+        if not is_recompute:
+            self.used.setdefault(id(bucket), bucket)
+        self.note_peak()
+
+    def note_peak(self) -> None:
+        """Look at the peak since the last use of a bucket, and begin a new one."""
+        if self._slot_bytes is None:
+            return
+        slot_bytes = self._slot_bytes()
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        # Whether slots came or went before the peak is not known.
+        self.other_bytes = max(self.other_bytes, peak - min(slot_bytes, self._last_slot_bytes))
+        self._last_slot_bytes = slot_bytes
 
     def seconds(self, kind: str) -> float:
         """Return the length of all spans of a kind; waits for the device."""
@@ -90,7 +109,7 @@ class IdleTimer(StepTimer):
         pass
 
     @override
-    def use(self, bucket: Bucket) -> None:
+    def use(self, bucket: Bucket, *, is_recompute: bool = False) -> None:
         pass
 
 

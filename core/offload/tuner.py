@@ -9,18 +9,17 @@ What this module does not do: the arithmetic is in ``planner``.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..errors import RequestError
 from ..log import get_logger
-from .planner import GB, ResidencyPlan, correct, plan_residency
+from .budget import OffloadBudget
+from .planner import ResidencyPlan, correct, plan_residency
 from .prediction import BucketProfile, OffloadProfile
 from .step_timer import IdleTimer, StepTimer, watch
 from .unobserved import run_unobserved
@@ -32,79 +31,28 @@ if TYPE_CHECKING:
 _log = get_logger("offload")
 
 _NUM_TIMED_STEPS = 3
-# Of the memory that is free, the share that a plan may take: the allocator splits and rounds.
-_USABLE_SHARE = 0.95
 _NUM_LINK_COPIES = 3
+# Recordings that nobody has made yet may take more than was thought.
+_UNSEEN_SHARE = 1.25
 
 
-@dataclass(frozen=True)
-class OffloadBudget:
-    """What an offloaded training may take.
-
-    Attributes:
-        vram_gb: Target memory for everything, in GB (10**9 bytes); ``auto``: what is free.
-        ram_gb: Host memory for the masters, in GB; None: no limit.
-        pin_gb: Host memory that may be pinned, in GB; None: no limit.
-    """
-
-    vram_gb: float | Literal["auto"] = "auto"
-    ram_gb: float | None = None
-    pin_gb: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            RequestError: If one is none.
-        """
-        if self.vram_gb != "auto":
-            _check("vram_gb", self.vram_gb)
-        for name in ("ram_gb", "pin_gb"):
-            if getattr(self, name) is not None:
-                _check(name, getattr(self, name))
+class Recordings(Protocol):
+    """CUDA graphs that would like a part of the budget."""
 
     @property
-    def ram_bytes(self) -> int | None:
-        """Host memory for the masters."""
-        return None if self.ram_gb is None else int(self.ram_gb * GB)
+    def needed_bytes(self) -> int:
+        """What they will take, about."""
+        ...
 
     @property
-    def pin_bytes(self) -> int | None:
-        """Host memory that may be pinned."""
-        return None if self.pin_gb is None else int(self.pin_gb * GB)
+    def pool_bytes(self) -> int:
+        """What they have; PyTorch's peak counts it only while it is recorded."""
+        ...
 
-    def vram_bytes(self, device: torch.device) -> int | None:
-        """Return the target memory for everything, None for no limit (the CPU, without one)."""
-        if self.vram_gb != "auto":
-            return int(float(self.vram_gb) * GB)
-        if device.type != "cuda":
-            return None
-        free, _ = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        return allocated + int(_USABLE_SHARE * (free + torch.cuda.memory_reserved(device) - allocated))
-
-    def check_host(self, host_bytes: int) -> None:
-        """Check that the masters fit.
-
-        Raises:
-            RequestError: If they do not.
-        """
-        if self.ram_bytes is not None and host_bytes > self.ram_bytes:
-            raise RequestError(
-                f"ram_gb={self.ram_gb} was asked for offloading",
-                limit=f"The weights take {host_bytes / GB:.2f} GB of host memory",
-                way_out="Raise the budget, or load the model in a smaller dtype (fp8)",
-            )
-
-
-def _check(name: str, value: object) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value >= 0):  # pyright: ignore
-        raise RequestError(
-            f"{name}={value!r}",
-            limit="It is a size in GB (10**9 bytes), zero or more",
-            way_out="Pass a number such as 12",
-        )
+    @property
+    def num_recordings(self) -> int:
+        """How many there are."""
+        ...
 
 
 class ResidencyTuner:
@@ -117,9 +65,9 @@ class ResidencyTuner:
     Attributes:
         plan: The plan in force, None before the second step.
         is_done: Whether it will not change any more.
-        reserve: Returns how much of the budget others would like to have; they get it if a plan is possible
-            without it.
+        recordings: Get a part of the budget if a plan is possible besides; None: there are none.
         has_reserve: Whether they have it; False before there is a plan.
+        later_bytes: Returns target memory that will be taken for good, and that no step has shown yet.
     """
 
     def __init__(self, engine: Engine, budget: OffloadBudget) -> None:
@@ -132,8 +80,11 @@ class ResidencyTuner:
         self._timed: list[tuple[float, float]] = []
         self.plan: ResidencyPlan | None = None
         self.is_done = False
-        self.reserve: Callable[[], int] = lambda: 0
+        self._expected_bytes = self._other_bytes = 0
+        self._num_recordings = -1
+        self.recordings: Recordings | None = None
         self.has_reserve = False
+        self.later_bytes: Callable[[], int] = lambda: 0
 
     def after_step(self) -> None:
         """Note that a forward and its backward are over.
@@ -152,21 +103,42 @@ class ResidencyTuner:
             passes_s = sum(timer.compute_seconds(kind) for kind in ("forward", "backward"))
             self._timed.append((step_s, passes_s))
         if len(self._timed) == _NUM_TIMED_STEPS:
-            assert self._profile is not None and self.plan is not None
-            step_s, passes_s = (statistics.median(values) for values in zip(*self._timed, strict=True))
-            corrected = correct(self._profile, self.plan, step_s=step_s, passes_compute_s=passes_s)
-            self._apply(corrected)
-            self.is_done = True
-            _log.info("offload plan: %s", self.plan.describe())
+            self._correct()
             return
         self._start()
+
+    def _correct(self) -> None:
+        assert self._profile is not None and self.plan is not None
+        step_s, passes_s = (statistics.median(values) for values in zip(*self._timed, strict=True))
+        profile = correct(self._profile, self.plan, step_s=step_s, passes_compute_s=passes_s)
+        seen_bytes = self._seen_other_bytes()
+        # The steps that were seen may be of smaller samples than the one that was measured first.
+        other_bytes = max(self._expected_bytes, seen_bytes or 0)
+        self._apply(dataclasses.replace(profile, other_bytes=other_bytes))
+        self.is_done = True
+        _log.info("offload plan: %s", self.plan.describe())
+
+    def _seen_other_bytes(self) -> int | None:
+        """Return what the last step took besides its weights; None: blocks were recorded in it."""
+        if self._device.type != "cuda" or self._count_recordings() != self._num_recordings:
+            return None
+        assert self.plan is not None
+        weights_bytes = self.plan.prediction.peak_bytes - self._other_bytes
+        return max(0, torch.cuda.max_memory_allocated(self._device) - weights_bytes)
+
+    def _count_recordings(self) -> int:
+        return 0 if self.recordings is None else self.recordings.num_recordings
 
     def _start(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            if self._num_steps == 1:
+            if self._num_steps == 1 or len(self._timed) == _NUM_TIMED_STEPS - 1:
                 torch.cuda.reset_peak_memory_stats(self._device)
-        watch(self._engine, StepTimer(self._device))
+        self._num_recordings = self._count_recordings()
+        pool = self._engine.residency.pool
+        is_measured = self._num_steps == 1
+        slot_bytes = (lambda: pool.allocated_bytes) if is_measured else None
+        watch(self._engine, StepTimer(self._device, slot_bytes=slot_bytes))
         self._started_s = time.perf_counter()
 
     def _stop(self) -> tuple[float, StepTimer]:
@@ -178,17 +150,23 @@ class ResidencyTuner:
         budget_bytes = self._budget.vram_bytes(self._device)
         if budget_bytes is None:
             budget_bytes = profile.other_bytes + 10 * profile.total_bytes
-        reserve = self.reserve()
-        # In the plan's own figures too: its peak is what will be seen.
+        # All of it in the plan's own figures too: its peak is what will be seen.
+        profile = dataclasses.replace(profile, other_bytes=profile.other_bytes + self.later_bytes())
+        self._expected_bytes = profile.other_bytes
+        reserve = 0
+        if self.recordings is not None:
+            pool_bytes = self.recordings.pool_bytes
+            reserve = int(self.recordings.needed_bytes * (1 if pool_bytes else _UNSEEN_SHARE))
+            reserve = max(reserve, pool_bytes)
         reserved = dataclasses.replace(profile, other_bytes=profile.other_bytes + reserve)
         try:
             self.plan = self._plan(reserved, budget_bytes)
-            self.has_reserve = True
+            self.has_reserve, self._other_bytes = True, reserved.other_bytes
         except RequestError:
             if not reserve:
                 raise
             self.plan = self._plan(profile, budget_bytes)
-            self.has_reserve = False
+            self.has_reserve, self._other_bytes = False, profile.other_bytes
         apply_plan(self._engine, self.plan)
 
     def _plan(self, profile: OffloadProfile, budget_bytes: int) -> ResidencyPlan:
@@ -220,16 +198,15 @@ class ResidencyTuner:
             link_bytes_per_s=link,
             pageable_bytes_per_s=link * self._engine.transfer.pageable_share,
             other_s=max(0.0, step_s - spans_s),
-            other_bytes=self._other_bytes(),
+            other_bytes=self._measure_other_bytes(timer),
             overlaps=self._device.type == "cuda",
         )
 
-    def _other_bytes(self) -> int:
-        residency = self._engine.residency
+    def _measure_other_bytes(self, timer: StepTimer) -> int:
         if self._device.type != "cuda":
-            return residency.resident_set_bytes
-        peak = torch.cuda.max_memory_allocated(self._device)
-        return max(0, peak - residency.pool.allocated_bytes)
+            return self._engine.residency.resident_set_bytes
+        timer.note_peak()
+        return max(0, timer.other_bytes)
 
     def _measure_link(self) -> float:
         """Return bytes a second of copies of the largest bucket."""

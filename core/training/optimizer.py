@@ -33,6 +33,7 @@ class OptimizerKind:
         needs_gpu: Its kernels are written for GPUs only.
         learning_rate: What it is best started with where AdamW's rate would be wrong; None: AdamW's own.
         has_usual_rate: Whether there is a rate that suits most models.
+        state_bytes: What it keeps for each value of a large fp32 matrix from its first step on, in bytes.
     """
 
     module: str
@@ -43,21 +44,29 @@ class OptimizerKind:
     needs_gpu: bool = False
     learning_rate: float | None = None
     has_usual_rate: bool = True
+    state_bytes: int = 8
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": OptimizerKind("torch.optim", "AdamW", (("fused", True),)),
     "Adam": OptimizerKind("torch.optim", "Adam", (("fused", True),)),
     # Its step is as large as the gradient, which differs by orders of magnitude between models.
-    "SGD": OptimizerKind("torch.optim", "SGD", has_usual_rate=False),
-    "RMSprop": OptimizerKind("torch.optim", "RMSprop"),
+    "SGD": OptimizerKind("torch.optim", "SGD", has_usual_rate=False, state_bytes=0),
+    "RMSprop": OptimizerKind("torch.optim", "RMSprop", state_bytes=4),
     # Its rate is relative to the weights' own size (arXiv:1804.04235); torch's default.
-    "Adafactor": OptimizerKind("torch.optim", "Adafactor", learning_rate=1e-2),
-    "AdamW8bit": OptimizerKind("bitsandbytes.optim", "AdamW8bit", package="bitsandbytes", needs_gpu=True),
+    "Adafactor": OptimizerKind("torch.optim", "Adafactor", learning_rate=1e-2, state_bytes=0),
+    "AdamW8bit": OptimizerKind(
+        "bitsandbytes.optim", "AdamW8bit", package="bitsandbytes", needs_gpu=True, state_bytes=2
+    ),
     # It finds the rate and multiplies by this one (arXiv:2306.06101). Without the safeguard a warm-up
     # spoils what it finds, as its authors say.
     "Prodigy": OptimizerKind(
-        "prodigyopt", "Prodigy", (("safeguard_warmup", True),), package="prodigyopt", learning_rate=1.0
+        "prodigyopt",
+        "Prodigy",
+        (("safeguard_warmup", True),),
+        package="prodigyopt",
+        learning_rate=1.0,
+        state_bytes=16,
     ),
     "AdamWScheduleFree": OptimizerKind(
         "schedulefree", "AdamWScheduleFree", package="schedulefree", averages_weights=True

@@ -79,6 +79,15 @@ class TrainedWeights:
             self.average.update(step + 1)
         self.is_whole = True
 
+    def later_bytes(self, device: torch.device) -> int:
+        """Return the memory on ``device`` that the optimizer will take for state it does not have yet."""
+        values = sum(
+            parameter.numel()
+            for parameter in self.parameters.values()
+            if parameter.device.type == device.type and not self.optimizer.state.get(parameter)
+        )
+        return values * OPTIMIZERS[self.config.optimizer].state_bytes
+
     def drop_gradients(self) -> None:
         """Forget what was accumulated."""
         self.optimizer.zero_grad(set_to_none=True)

@@ -31,7 +31,7 @@ def test_all_streamed_takes_what_the_link_takes():
     assert link_s < predicted.step_s < 1.1 * link_s  # and the last computation of each pass
     assert predicted.bound == "link"
     assert predicted.moved_bytes == moved_bytes
-    assert predicted.peak_bytes == 3 * GB + 2 * BLOCK
+    assert predicted.peak_bytes == 3 * GB + 2 * BLOCK + 10**7  # no block's slot serves the small one
 
 
 def test_all_resident_takes_what_the_computation_takes():
@@ -113,7 +113,7 @@ def test_after_a_correction_the_prediction_holds(link_factor, compute_factor, bu
 
 
 def test_what_does_not_fit_is_refused_with_what_it_needs():
-    with pytest.raises(RequestError, match=r"needs 3.68 GB, 3.00 GB of it"):
+    with pytest.raises(RequestError, match=r"needs 3.69 GB, 3.00 GB of it"):
         plan_residency(qwen(), vram_budget_bytes=3 * GB)
     with pytest.raises(RequestError, match=r"20.00 GB of host memory.*take 40.81 GB"):
         plan_residency(qwen(), vram_budget_bytes=9 * GB, ram_budget_bytes=20 * GB)

@@ -137,6 +137,55 @@ def test_a_kept_weight_that_changes_is_brought_in_again():
     assert manager.resident_bytes == manager.resident_set_bytes
 
 
+def test_blocks_of_two_sizes_have_the_slots_that_the_plan_counts():
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width, bias=False) for width in (512, 512, 512, 320, 320, 320, 320)]
+    model = nn.ModuleList(layers).requires_grad_(False)
+
+    def pass_through(manager):
+        x = torch.randn(2, 512).requires_grad_()
+        for layer in model:
+            x = checkpoint(layer, x[:, : layer.in_features], use_reentrant=False)
+        x.sum().backward()
+        manager.after_backward()
+
+    largest = 512 * 512 * 4
+    manager = OffloadTrainingManager(model, "cpu", budget=OffloadBudget(vram_gb=3.5 * largest / GB))
+    pool, top = manager._engine.residency.pool, 0
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seen.append(pool.allocated_bytes))
+    for _ in range(9):
+        seen = []
+        pass_through(manager)
+        top = max(seen)
+    assert top == manager.residency_plan.prediction.peak_bytes <= 3.5 * largest
+    assert top > manager.residency_plan.ring_bytes
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not seen"])
+def test_what_the_budget_is_for_is_corrected_by_what_was_seen(monkeypatch, seen):
+    """Recordings and the optimizer's state take more than was thought; what stays makes room for them."""
+    model = Blocks()
+    manager = OffloadTrainingManager(model, "cpu", budget=budget(7))
+    # Until there are any, a quarter more than they say.
+    recordings = types.SimpleNamespace(needed_bytes=ONE * 4 // 5, pool_bytes=0, num_recordings=0)
+    later = {"bytes": ONE}
+    manager.tuner.recordings, manager.tuner.later_bytes = recordings, lambda: later["bytes"]
+    plans = []
+    for index in range(7):
+        step(model, manager)
+        plans.append(manager.residency_plan)
+        if index == 2:
+            recordings.pool_bytes, later["bytes"] = 2 * ONE, 0
+            fixed = manager.resident_set_bytes - plans[2].num_resident_blocks * ONE
+            found = fixed + 2 * ONE if seen else None
+            monkeypatch.setattr(type(manager.tuner), "_seen_other_bytes", lambda _, found=found: found)
+    first, last = plans[1], plans[-1]
+    assert manager.tuner.has_reserve and first.prediction.peak_bytes <= budget(7).vram_gb * GB
+    assert last.num_resident_blocks == first.num_resident_blocks - (2 if seen else 1)
+    assert last.prediction.peak_bytes <= budget(7).vram_gb * GB
+
+
 @pytest.mark.parametrize("link_later", [1.0, 0.6, 1.6])
 def test_the_prediction_is_right_within_a_tenth(clock, link_later):
     """Measured at one rate of the link; it is another one afterwards, which the correction notices."""

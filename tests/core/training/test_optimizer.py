@@ -25,14 +25,18 @@ def test_an_optimizer_moves_its_parameters(name):
         pytest.skip(f"needs {kind.package}")
     if kind.needs_gpu:
         pytest.skip("needs a GPU")
-    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter = torch.nn.Parameter(torch.ones(200, 200))
     optimizer = build_optimizer(name, [parameter], learning_rate=0.1)
     if kind.averages_weights:
         optimizer.train()
     for _ in range(3):
-        parameter.grad = torch.ones(3)
+        parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert (parameter < 1).all()
+    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    assert sum(each.nbytes for each in tensors) / parameter.numel() == pytest.approx(
+        kind.state_bytes, abs=0.05
+    )
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "AdamWScheduleFree"])
