@@ -17,7 +17,6 @@ from ..parallel import (
     choose_degrees,
     count_work,
     head_count,
-    max_tensor_degree,
     refuse_inputs,
 )
 from ..plans import find_plan
@@ -25,7 +24,7 @@ from .gpu_speed import describe_machine
 from .model_export import class_path, describe_model, innermost_forward
 from .nested import map_tensors
 from .parallel_model import ParallelPatcher, attach_run
-from .quantized import can_cut
+from .quantized import max_cut
 from .sampling import check_conditioning, check_latent
 from .worker_model import build_empty_model
 
@@ -93,7 +92,7 @@ def plan_degrees(
         machine,
         methods=_methods_for(plan, empty, given),
         max_ulysses=head_count(plan, empty),
-        max_tp=max_tensor_degree(empty, plan) if can_cut(model.model.diffusion_model) else 1,
+        max_tp=max_cut(model.model.diffusion_model, plan, most=machine.gpus),
     )
     return DegreeAdvice(chosen.dims.world_size, chosen.dims, _text(chosen))
 

@@ -79,8 +79,9 @@ def make_parallel(
     diffusion_model = model.model.diffusion_model
     request = _stream_request(model)
     release_stream(model)
-    check_sharing(diffusion_model, cut_weights=dims.tp > 1)
-    validate_model(find_plan(class_path(diffusion_model)), diffusion_model, dims)
+    plan = find_plan(class_path(diffusion_model))
+    check_sharing(diffusion_model, plan=plan, tensor_degree=dims.tp)
+    validate_model(plan, diffusion_model, dims)
     chosen = check_acceleration(acceleration, devices)
     run = ParallelRun(
         dims,
@@ -204,7 +205,9 @@ def check_supported(patcher: ParallelPatcher) -> None:
     """
     sendable_options(patcher.model_options.get("transformer_options", {}))
     describe_model(patcher.model)
-    check_sharing(patcher.model.diffusion_model, cut_weights=patcher.run.dims.tp > 1)
+    diffusion_model = patcher.model.diffusion_model
+    plan = find_plan(class_path(diffusion_model))
+    check_sharing(diffusion_model, plan=plan, tensor_degree=patcher.run.dims.tp)
     encode_patches(patcher.patches)
     foreign = [key for key in patcher.injections if key != _KEY]
     compiled = patcher.model_options.get("torch_compile_kwargs") or {}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import RequestError
-from ..parallel import TensorPart, input_name
+from ..parallel import ModelPlan, TensorPart, TensorShards, input_name, max_tensor_degree
 
 OPERATIONS = "mixed_precision_ops"
 _LINEAR = f"{OPERATIONS}.<locals>.MixedPrecisionOps.Linear"
@@ -28,6 +28,8 @@ _LAYOUTS = _CUTTABLE | _PER_TOKEN | _FIXED_INPUT_ONLY
 # What loading a checkpoint sets on a layer, besides its parameters.
 _ATTRIBUTES = ("quant_format", "layout_type", "_full_precision_mm", "_full_precision_mm_config")
 _VALUES = ":values"
+# Products of fp8 take sizes that are multiples of it (torch.nn.functional.scaled_mm).
+_FP8_ALIGNMENT = 16
 
 
 def is_mixed_linear(layer: nn.Module) -> bool:
@@ -43,9 +45,12 @@ def is_quantized(tensor: Any) -> bool:
     )
 
 
-def can_cut(module: nn.Module) -> bool:
-    """Return whether ranks may hold parts of a model's weights."""
-    return find_uncuttable(module) is None
+def max_cut(module: nn.Module, plan: ModelPlan, *, most: int) -> int:
+    """Return how many ranks, up to ``most``, may hold parts of a model's weights."""
+    if find_uncuttable(module) is not None:
+        return 1
+    most = min(most, max_tensor_degree(module, plan))
+    return next((tp - 1 for tp in range(2, most + 1) if find_unaligned(module, plan, tp) is not None), most)
 
 
 def find_uncuttable(module: nn.Module) -> str | None:
@@ -66,17 +71,48 @@ def find_uncuttable(module: nn.Module) -> str | None:
     return None
 
 
-def check_sharing(module: nn.Module, *, cut_weights: bool) -> None:
+def find_unaligned(module: nn.Module, plan: ModelPlan, degree: int) -> str | None:
+    """Return which weight would be cut to a size that fp8 products do not take; None if there is none.
+
+    Args:
+        module: The model.
+        plan: The plan of its class.
+        degree: Ranks that share its weights.
+    """
+    multiplied = [
+        path
+        for path, layer in module.named_modules()
+        if is_quantized(layer._parameters.get("weight")) and not getattr(layer, "_full_precision_mm", False)
+    ]
+    for rank in range(degree) if multiplied else ():
+        parts = TensorShards(module, plan, degree=degree, rank=rank).parts
+        for path in multiplied:
+            part = parts.get(f"{path}.weight")
+            if part is not None and part.local_size % _FP8_ALIGNMENT and not part.size % _FP8_ALIGNMENT:
+                return f"{path}.weight would be cut to {part.local_size} of its {part.size} channels"
+    return None
+
+
+def check_sharing(module: nn.Module, *, plan: ModelPlan, tensor_degree: int) -> None:
     """Check that sharing the work of a model among ranks changes none of its numbers.
 
     Args:
         module: The diffusion model.
-        cut_weights: Whether ranks hold parts of its weights.
+        plan: The plan of its class.
+        tensor_degree: Ranks that share its weights.
 
     Raises:
         RequestError: Naming the weight and its layout.
     """
-    uncut = find_uncuttable(module) if cut_weights else None
+    uncut = find_uncuttable(module) if tensor_degree > 1 else None
+    unaligned = find_unaligned(module, plan, tensor_degree) if tensor_degree > 1 and uncut is None else None
+    if unaligned is not None:
+        raise RequestError(
+            f"{input_name('tp')}={tensor_degree} was asked, but {unaligned}",
+            limit=f"GPUs multiply fp8 in multiples of {_FP8_ALIGNMENT} channels, and heads stay whole",
+            way_out=f"Set {input_name('tp')} so that every worker's heads have such a width, or load an "
+            "unquantized file",
+        )
     if uncut is not None:
         raise RequestError(
             f"{input_name('tp')} above 1 was asked, but {uncut}",

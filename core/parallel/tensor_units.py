@@ -17,8 +17,10 @@ from .sequence import split_sizes
 from .tensor_plan import Unit
 
 # Channels without units of their own are dealt out in runs as long as possible: matrix kernels are slower
-# for odd sizes.
+# for odd sizes, and those for fp8 take multiples of 16 only.
 _RUNS = (64, 32, 16, 8, 4, 2, 1)
+_ALIGNMENT = 16
+_MAX_UNEVENNESS = 1.25
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,16 @@ def _attribute(module: nn.Module, path: str) -> int:
 
 
 def runs(channels: int, degree: int) -> UnitShares:
-    """Return shares of channels that have no units of their own: long runs, equal shares if any go."""
+    """Return shares of channels that have no units of their own.
+
+    Multiples of 16 if the whole is one and no rank has a quarter more than the mean by it, then equal shares,
+    then long runs.
+    """
     widths = [width for width in _RUNS if channels % width == 0 and channels // width >= degree]
+    if _ALIGNMENT in widths:
+        most = split_sizes(channels // _ALIGNMENT, degree)[0] * _ALIGNMENT
+        if most * degree <= _MAX_UNEVENNESS * channels:
+            widths = [width for width in widths if width >= _ALIGNMENT]
     even = [width for width in widths if channels // width % degree == 0]
     width = (even or widths or [1])[0]
     return UnitShares(width, split_sizes(channels // width, degree))

@@ -18,6 +18,7 @@ def quantized_patcher(
     input_scales: bool = True,
     dtype: torch.dtype = torch.float32,
     load_device: str = "cpu",
+    **changes: Any,
 ) -> Any:
     """Return a MODEL of one kind with the Linear layers of its blocks quantized.
 
@@ -27,10 +28,11 @@ def quantized_patcher(
         input_scales: Whether every second layer has one for its input (all of them in nvfp4).
         dtype: Of the rest, and of all arithmetic.
         load_device: Where it computes.
+        changes: Of the network's configuration.
     """
     import comfy.model_patcher
 
-    plain = PATCHERS[kind].build().model
+    plain = PATCHERS[kind].build(**changes).model
     settings = type(plain.model_config)(dict(plain.model_config.unet_config))
     settings.quant_config = {"mixed_ops": True}
     with torch.inference_mode():

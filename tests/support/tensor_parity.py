@@ -51,10 +51,11 @@ def named_tensor_errors(names: list[str], dtype: torch.dtype, dims: ParallelDims
     errors = {}
     for name in names:
         model, inputs = in_dtype(CASES[name], device, dtype)
-        alone = run_alone(model, inputs).float()
+        alone = moved(run_alone(model, inputs), torch.float32)
         plan = find_plan(f"{type(model).__module__}.{type(model).__qualname__}")
         handle = parallelize(model, plan, group=layout.sequence_group, tensor_group=layout.tensor_group)
-        errors[name] = relative_error(run_parallel(model, handle, inputs).float(), alone)
+        output = moved(run_parallel(model, handle, inputs), torch.float32)
+        errors[name] = relative_error(output, alone)
         handle.remove()
     return errors
 
@@ -64,7 +65,8 @@ def in_dtype(case: TinyCase, device: torch.device, dtype: torch.dtype) -> tuple[
     model, inputs = case.build().to(device, dtype), moved(case.inputs(), device)
     if hasattr(model, "patch_embedding"):  # Wan builds and runs this layer in fp32 whatever the rest is
         model.patch_embedding.float()
-    scalars = {name: inputs[name] for name in ("timestep", "timesteps", "guidance") if name in inputs}
+    names = ("timestep", "timesteps", "a_timestep", "guidance")
+    scalars = {name: inputs[name] for name in names if name in inputs}
     return model, moved(inputs, dtype) | scalars
 
 

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from comfyui_ferry.core.comfy_adapter import quantized
-from comfyui_ferry.core.comfy_adapter.model_export import describe_model, named_parameters, named_tensors
+from comfyui_ferry.core.comfy_adapter.model_export import (
+    class_path,
+    describe_model,
+    named_parameters,
+    named_tensors,
+)
 from comfyui_ferry.core.comfy_adapter.patch_messages import encode_patches
 from comfyui_ferry.core.errors import RequestError
 from comfyui_ferry.core.parallel import ParallelDims, RankLayout, build_mesh
+from comfyui_ferry.core.plans import find_plan
 from ferry_support.parity import relative_error, world_group
 from ferry_support.quantized_patchers import quantized_patcher
 from ferry_support.ranks import run_ranks
@@ -115,6 +121,14 @@ def test_what_would_change_numbers_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"weight is a TensorCoreNVFP4Layout without an input scale"):
         parallel(quantized_patcher("flux", "nvfp4", input_scales=False), ULYSSES_2)
     parallel(quantized_patcher("flux", "int8_tensorwise"), ULYSSES_2)
+    narrow = quantized_patcher("flux", num_heads=6, axes_dim=[2, 2, 4])
+    parallel(narrow, degrees)  # computed from plain values: the CPU does not multiply fp8
+    network = narrow.model.diffusion_model
+    network.single_blocks[1].linear2._full_precision_mm = False
+    with pytest.raises(RequestError, match=r"=2 .* single_blocks\.1\.linear2\.weight would be cut to 120 of"):
+        parallel(narrow, degrees)
+    parallel(narrow, degrees | {"gpus": 3, "tensor_parallel_degree": 3})
+    assert quantized.max_cut(network, find_plan(class_path(network)), most=4) == 1
     smoothed = quantized_patcher("flux")
     layer = smoothed.model.diffusion_model.double_blocks[0].img_attn.proj
     scale = layer.weight._params.scale

@@ -66,6 +66,8 @@ def test_a_scope_may_be_missing() -> None:
         (12288, 4, UnitShares(64, (48, 48, 48, 48))),
         (10240, 3, UnitShares(64, (54, 53, 53))),
         (192, 2, UnitShares(32, (3, 3))),  # equal shares before long runs
+        (144, 2, UnitShares(16, (5, 4))),  # multiples of 16 before equal shares
+        (48, 2, UnitShares(8, (3, 3))),  # unless one rank would have a third more
         (30, 4, UnitShares(2, (4, 4, 4, 3))),
         (2, 3, UnitShares(1, (1, 1, 0))),
     ],

@@ -81,8 +81,7 @@ def test_nccl_with_shared_weights_equals_one_rank(dtype: torch.dtype) -> None:
 @pytest.mark.comfy
 def test_gloo_with_shared_weights_in_bf16() -> None:
     """The code of the test above; partial sums are rounded on each rank before they are added."""
-    names = ["flux2-klein", "qwen text mask, batch 2", "wan ti2v", "z-image"]
-    results = run_ranks(named_tensor_errors, 2, names, torch.bfloat16, ParallelDims(tp=2))
+    results = run_ranks(named_tensor_errors, 2, case_names(), torch.bfloat16, ParallelDims(tp=2))
     assert max(max(errors.values()) for errors in results) <= LIMITS[torch.bfloat16], results
 
 
