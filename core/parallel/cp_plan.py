@@ -2,19 +2,19 @@
 
 Such a dictionary says which arguments and outputs of which modules are split over ranks and which outputs
 are gathered. It does not say what an attention call is over; so while the model runs, its calls of
-``scaled_dot_product_attention`` are caught, and the ranks tell each other how many queries and keys they
-have. Keys that every rank has whole are then met once for each rank, which softmax does not change.
+``scaled_dot_product_attention`` are caught (``cp_attention``).
 
 What differs from diffusers: lengths and heads need not divide by the ranks, masks of keys are exact, Ring
 and Ulysses x Ring work with them, nothing of the model is replaced, and the plan's own rule is kept that a
-tensor of another number of dims than the plan expects stays whole.
+tensor of another number of dims than the plan expects stays whole. A rank may have no rows. A table of
+positions that a dictionary leaves out is split like its twin, and entries for blocks that a
+smaller model does not have are left out.
 
-What is refused: a tensor with fewer rows than ranks, causal attention, masks with a row for each query.
+What is refused: causal attention, masks with a row for each query, joint sequences of which a part is whole
+on every rank, and a module inside the model that computes with a whole number of tokens beside its part.
 Attention must go through ``scaled_dot_product_attention`` (diffusers' native backend).
 
 Source of the dictionary's meaning: diffusers ``models/_modeling_parallel.py``, ``hooks/context_parallel.py``.
-
-Shapes: ``B`` batch, ``H`` heads, ``Q`` queries and ``K`` keys of this rank, ``D`` head dim.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..errors import PlanError
 from ..module_hooks import Forward, ModuleHook, hook_names, install_hook, remove_hook
-from ..module_paths import find_modules
+from ..module_paths import find_modules, has_modules
 from .arguments import find_slot, signature_of
-from .attention.local import AttentionCall
-from .attention.unified import sequence_attention
 from .collectives import all_gather
+from .cp_attention import CaughtAttention
+from .cp_counts import guard_counts
 from .mesh import SequenceGroup
 from .sequence import split_sizes
 
@@ -63,17 +61,55 @@ def parallelize_cp_plan(
     handle = CpPlanHandle(group)
     hooks: dict[int, CpPlanHook] = {}
     for path, entry in plan.items():
-        for full_path, module in find_modules(model, path):
+        for full_path, module in () if _is_beyond(model, path) else find_modules(model, path):
             if id(module) not in hooks:
-                hooks[id(module)] = CpPlanHook(full_path or type(model).__name__, handle)
+                hooks[id(module)] = CpPlanHook(full_path, type(model).__name__, handle)
                 handle.modules.append(module)
             hooks[id(module)].add(entry, module)
+    _add_twins(model, handle, hooks)
     for module in handle.modules:
         if _HOOK in hook_names(module):
             raise PlanError(f"{type(model).__name__} is parallel already; call remove() first")
     for module in handle.modules:
         install_hook(module, _HOOK, hooks[id(module)])
+    handle.hooks = list(hooks.values())
     return handle
+
+
+def _is_beyond(model: nn.Module, path: str) -> bool:
+    """Return whether a path counts further than a list of the model: a dictionary written for more blocks."""
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit() and has_modules(model, ".".join(parts[:index])):
+            lists = [module for _, module in find_modules(model, ".".join(parts[:index]))]
+            if any(isinstance(each, nn.ModuleList) and int(part) >= len(each) for each in lists):
+                return True
+    return False
+
+
+def _add_twins(model: nn.Module, handle: CpPlanHandle, hooks: dict[int, CpPlanHook]) -> None:
+    """Let tables of positions that the dictionary leaves out be split like those that it names.
+
+    A twin has no weights, is of the same class, and says the same in words (its modality, say); it is split
+    where its output has as many rows as that of the table which is named.
+    """
+    named = [(module, hooks[id(module)]) for module in handle.modules if hooks[id(module)].outputs]
+    for path, module in model.named_modules():
+        for other, hook in named if id(module) not in hooks else ():
+            if (
+                type(module) is type(other)
+                and not list(module.parameters())
+                and _words(module) == _words(other)
+            ):
+                twin = CpPlanHook(path, type(model).__name__, handle)
+                twin.outputs, twin.twin_of = hook.outputs, hook
+                hooks[id(module)] = twin
+                handle.modules.append(module)
+                break
+
+
+def _words(module: nn.Module) -> dict[str, str]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, str)}
 
 
 class CpPlanHandle:
@@ -85,16 +121,20 @@ class CpPlanHandle:
     Attributes:
         running: Whether a forward runs through ``run``.
         split_open: Whether something is split in it and nothing was gathered since.
+        lengths: Rows of everything that was split in it, whole.
+        is_new: Whether the numbers of the last exchange were not known before.
     """
 
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
         self.modules: list[nn.Module] = []
+        self.hooks: list[CpPlanHook] = []
         self.rank = dist.get_rank(group.whole)
         self.num_ranks = dist.get_world_size(group.whole)
         self.running = False
         self.split_open = False
-        self._lengths: list[int] = []
+        self.lengths: list[int] = []
+        self.is_new = False
         self._num_exchanges = 0
         self._known: dict[tuple, list[tuple[int, ...]]] = {}
 
@@ -114,9 +154,11 @@ class CpPlanHandle:
         """
         if self.running:
             raise PlanError("a parallel model was called again before its forward returned")
-        self.running, self.split_open, self._lengths, self._num_exchanges = True, False, [], 0
+        self.running, self.split_open, self.lengths, self._num_exchanges = True, False, [], 0
+        for hook in self.hooks:
+            hook.rows.clear()
         try:
-            with _CaughtAttention(self):
+            with CaughtAttention(self):
                 return forward(*args, **kwargs)
         finally:
             self.running = False
@@ -128,18 +170,19 @@ class CpPlanHandle:
         self.modules = []
 
     def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's part of a whole tensor.
-
-        Raises:
-            PlanError: If there are fewer rows than ranks.
-        """
+        """Return this rank's part of a whole tensor; it may have no rows."""
         length = tensor.shape[dim]
-        if length < self.num_ranks:
-            raise PlanError(f"{length} rows cannot be split over {self.num_ranks} ranks by a _cp_plan")
-        self._lengths.append(length)
+        self.lengths.append(length)
         self.split_open = True
         parts = tensor.split(split_sizes(length, self.num_ranks), dim)
         return parts[self.rank].clone(memory_format=torch.contiguous_format)
+
+    def cut_lengths(self) -> set[int]:
+        """Return the lengths that a joint sequence of what was split may have; two streams may be equal."""
+        sums = {0}
+        for length in set(self.lengths):
+            sums |= {done + times * length for done in sums for times in (1, 2)}
+        return sums - {0}
 
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the whole tensor from the ranks' parts; collective."""
@@ -157,9 +200,10 @@ class CpPlanHandle:
         Raises:
             PlanError: If the numbers changed although the lengths did not.
         """
-        key = (self._num_exchanges, len(mine), tuple(self._lengths))
+        key = (self._num_exchanges, len(mine), tuple(self.lengths))
         self._num_exchanges += 1
-        if key not in self._known:
+        self.is_new = key not in self._known
+        if self.is_new:
             row = torch.tensor([mine], dtype=torch.int64, device=like.device)
             rows = all_gather(row, [1] * self.num_ranks, group=self.group.whole).tolist()
             self._known[key] = list(zip(*rows, strict=True))
@@ -173,14 +217,24 @@ class CpPlanHandle:
 
 
 class CpPlanHook(ModuleHook):
-    """Splits arguments and outputs of one module, and gathers outputs."""
+    """Splits arguments and outputs of one module, and gathers outputs.
 
-    def __init__(self, path: str, handle: CpPlanHandle) -> None:
-        self.path = path
+    Args:
+        path: Of the module; "" is the model itself.
+        model_name: Of the model's class, for messages.
+        handle: The running forward.
+    """
+
+    def __init__(self, path: str, model_name: str, handle: CpPlanHandle) -> None:
+        self.path = path or model_name
+        self.is_root = not path
         self.handle = handle
         self.arguments: list[tuple[str, Any, Any]] = []
         self.outputs: dict[int, Any] = {}
         self.gathers: list[Any] = []
+        self.twin_of: CpPlanHook | None = None
+        # Rows of the outputs that were split last, whole.
+        self.rows: dict[int, int] = {}
 
     def add(self, entry: Any, module: nn.Module) -> None:
         """Take over one entry of the dictionary.
@@ -206,92 +260,37 @@ class CpPlanHook(ModuleHook):
         """Split the arguments, call, then split or gather the outputs."""
         if not self.handle.running:
             return forward(*args, **kwargs)
+        num_splits = 0
         for _, slot, split in self.arguments:
             value = slot.read(args, kwargs)
-            local = self._split(value, split)
-            if local is not value:
-                args, kwargs = slot.replace(args, kwargs, local)
+            if _is_meant(value, split):
+                args, kwargs = slot.replace(args, kwargs, self.handle.split(value, split.split_dim))
+                num_splits += 1
+        if num_splits and not self.is_root:
+            args, kwargs = guard_counts(self.path, signature_of(module), args, kwargs)
         output = forward(*args, **kwargs)
         if not self.outputs and not self.gathers:
             return output
         values = [output] if isinstance(output, torch.Tensor) else list(output)
         for index, split in self.outputs.items():
-            values[index] = self._split(values[index], split)
+            if _is_meant(values[index], split) and self._has_rows(
+                index, values[index].shape[split.split_dim]
+            ):
+                values[index] = self.handle.split(values[index], split.split_dim)
         for index, gather in enumerate(self.gathers):
             if gather is not None:
                 values[index] = self.handle.gather(values[index], gather.gather_dim)
         return values[0] if isinstance(output, torch.Tensor) else type(output)(values)
 
-    def _split(self, value: Any, split: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if split.expected_dims is not None and value.ndim != split.expected_dims:
-            return value
-        try:
-            return self.handle.split(value, split.split_dim)
-        except PlanError as error:
-            raise PlanError(f"{self.path}: {error}") from None
+    def _has_rows(self, index: int, rows: int) -> bool:
+        """Return whether an output of so many rows is split; of a twin, if the other's has as many."""
+        if self.twin_of is not None:
+            return self.twin_of.rows.get(index) == rows
+        self.rows[index] = rows
+        return True
 
 
-class _CaughtAttention(TorchFunctionMode):
-    """Sends ``scaled_dot_product_attention`` over what is split through the group."""
-
-    def __init__(self, handle: CpPlanHandle) -> None:
-        super().__init__()
-        self.handle = handle
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention and self.handle.split_open:
-            return _attend(self.handle, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _attend(
-    handle: CpPlanHandle,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attend to the keys of all ranks; same arguments and result as the function that it stands for.
-
-    Raises:
-        PlanError: If the call is causal or has dropout, or its mask is not one of keys.
-    """
-    if is_causal or dropout_p:
-        raise PlanError("causal attention or dropout in a model that runs by a _cp_plan is not supported")
-    queries, keys = handle.exchange(query, query.shape[2], key.shape[2])
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    group = handle.group.whole
-    if attn_mask is not None:
-        if attn_mask.shape[-2] != 1 or attn_mask.shape[-1] != key.shape[2]:
-            raise PlanError(
-                f"a mask of shape {tuple(attn_mask.shape)} is not one of this rank's {key.shape[2]} keys"
-            )
-        attn_mask = all_gather(attn_mask.movedim(-1, 0), keys, group=group).movedim(0, -1)
-    if queries == keys and query.shape[1] == key.shape[1]:
-        call = AttentionCall(_plain_backend, query, key, value, None, True, options)
-        return call.as_asked(
-            sequence_attention(call, token_sizes=queries, mask=attn_mask, group=handle.group)
-        )
-    key, value = (
-        all_gather(tensor.movedim(2, 0), keys, group=group).movedim(0, 2) for tensor in (key, value)
-    )
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
-
-
-def _plain_backend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    *,
-    mask: torch.Tensor | None,
-    **options: Any,
-) -> torch.Tensor:
-    del options["skip_reshape"]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options).transpose(1, 2).flatten(2)
+def _is_meant(value: Any, split: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return split.expected_dims is None or value.ndim == split.expected_dims

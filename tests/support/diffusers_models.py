@@ -9,7 +9,7 @@ from .tiny_models import Inputs, noise
 
 
 def flux() -> tuple[nn.Module, Inputs]:
-    """Splits the inputs of the whole model, positions among them."""
+    """Splits the inputs of the whole model, positions among them; fewer text tokens than ranks."""
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
@@ -17,10 +17,10 @@ def flux() -> tuple[nn.Module, Inputs]:
         joint_attention_dim=20, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
     )  # fmt: skip
     inputs = {
-        "hidden_states": noise(2, 35, 4), "encoder_hidden_states": noise(2, 11, 20),
+        "hidden_states": noise(2, 35, 4), "encoder_hidden_states": noise(2, 2, 20),
         "pooled_projections": noise(2, 12), "timestep": torch.tensor([0.7, 0.3]),
         "guidance": torch.tensor([3.5, 3.5]), "img_ids": torch.arange(105.0).view(35, 3) % 7,
-        "txt_ids": torch.zeros(11, 3),
+        "txt_ids": torch.zeros(2, 3),
     }  # fmt: skip
     return model, inputs
 
@@ -49,9 +49,9 @@ def ltx() -> tuple[nn.Module, Inputs]:
         num_layers=2, caption_channels=20,
     )  # fmt: skip
     inputs = {
-        "hidden_states": noise(2, 30, 4), "encoder_hidden_states": noise(2, 11, 20),
+        "hidden_states": noise(2, 30, 4), "encoder_hidden_states": noise(2, 2, 20),
         "timestep": torch.tensor([700, 300]), "num_frames": 3, "height": 5, "width": 2,
-        "encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4, [1] * 11]),
+        "encoder_attention_mask": torch.tensor([[1, 0], [1, 1]]),
     }  # fmt: skip
     return model, inputs
 
@@ -65,7 +65,7 @@ def qwen() -> tuple[nn.Module, Inputs]:
         num_attention_heads=3, joint_attention_dim=20, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
     inputs = {
-        "hidden_states": noise(1, 35, 16), "encoder_hidden_states": noise(1, 11, 20),
+        "hidden_states": noise(1, 35, 16), "encoder_hidden_states": noise(1, 1, 20),
         "timestep": torch.tensor([0.7]), "img_shapes": [[(1, 5, 7)]],
     }  # fmt: skip
     return model, inputs
@@ -96,9 +96,9 @@ def flux2() -> tuple[nn.Module, Inputs]:
         joint_attention_dim=20, timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
     )  # fmt: skip
     inputs = {
-        "hidden_states": noise(2, 13, 8), "encoder_hidden_states": noise(2, 5, 20),
+        "hidden_states": noise(2, 13, 8), "encoder_hidden_states": noise(2, 2, 20),
         "timestep": torch.tensor([0.7, 0.3]), "guidance": torch.tensor([3.5, 2.0]),
-        "img_ids": torch.arange(52.0).view(1, 13, 4).repeat(2, 1, 1) % 5, "txt_ids": torch.zeros(2, 5, 4),
+        "img_ids": torch.arange(52.0).view(1, 13, 4).repeat(2, 1, 1) % 5, "txt_ids": torch.zeros(2, 2, 4),
     }  # fmt: skip
     return model, inputs
 
@@ -106,7 +106,8 @@ def flux2() -> tuple[nn.Module, Inputs]:
 def ltx2() -> tuple[nn.Module, Inputs]:
     """Has audio beside the video; only the video's tokens are split.
 
-    Its own dictionary leaves out the video's positions in attention between the two.
+    Its dictionary leaves out the video's positions in attention between the two. Audio and video are of one
+    length here, which tells nothing apart.
     """
     from diffusers import LTX2VideoTransformer3DModel
 
@@ -115,12 +116,11 @@ def ltx2() -> tuple[nn.Module, Inputs]:
         audio_in_channels=8, audio_out_channels=8, audio_num_attention_heads=3, audio_attention_head_dim=8,
         audio_cross_attention_dim=24, num_layers=2, caption_channels=20,
     )  # fmt: skip
-    model._cp_plan = {**model._cp_plan, "cross_attn_rope": model._cp_plan["rope"]}
     inputs = {
-        "hidden_states": noise(1, 30, 8), "audio_hidden_states": noise(1, 7, 8),
+        "hidden_states": noise(1, 30, 8), "audio_hidden_states": noise(1, 30, 8),
         "encoder_hidden_states": noise(1, 11, 20), "audio_encoder_hidden_states": noise(1, 11, 20),
         "timestep": torch.tensor([700]), "num_frames": 3, "height": 5, "width": 2,
-        "audio_num_frames": 7, "encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4]),
+        "audio_num_frames": 30, "encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4]),
         "audio_encoder_attention_mask": torch.tensor([[1] * 7 + [0] * 4]),
     }  # fmt: skip
     return model, inputs
@@ -141,19 +141,18 @@ def chronoedit() -> tuple[nn.Module, Inputs]:
     return model, inputs
 
 
-def helios() -> tuple[nn.Module, Inputs]:
+def helios(*, is_amplify_history: bool = False) -> tuple[nn.Module, Inputs]:
     """Splits and gathers inside each block, around every attention and feed-forward.
 
-    Its dictionary names the gathers of 40 blocks; here of as many as there are.
+    Its dictionary names the gathers of 40 blocks, of which there are two here.
     """
     from diffusers import HeliosTransformer3DModel
 
     model = HeliosTransformer3DModel(
         num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=20, freq_dim=16,
         ffn_dim=40, num_layers=2, rope_dim=(4, 6, 6),
+        is_amplify_history=is_amplify_history,
     )  # fmt: skip
-    blocks = ("blocks.*.", "blocks.0.", "blocks.1.")
-    model._cp_plan = {path: entry for path, entry in model._cp_plan.items() if path.startswith(blocks)}
     inputs = {
         "hidden_states": noise(1, 4, 3, 10, 6), "timestep": torch.tensor([700]),
         "encoder_hidden_states": noise(1, 11, 20), "indices_hidden_states": torch.arange(2, 5)[None],

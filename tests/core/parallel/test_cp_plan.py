@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import PlanError
 from comfyui_ferry.core.module_hooks import hook_names
-from comfyui_ferry.core.parallel import CpPlanHandle, ParallelDims, cp_plan, parallelize_cp_plan
+from comfyui_ferry.core.parallel import CpPlanHandle, ParallelDims, cp_attention, parallelize_cp_plan
 from ferry_support import diffusers_models
 from ferry_support.diffusers_models import flux
 from ferry_support.parity import TOLERANCE, layouts_of, relative_error, sequence_group, world_sequence
@@ -51,7 +51,7 @@ def errors_of_rank(models: dict[str, tuple[nn.Module, Inputs]], dims: list[Paral
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_diffusers_models_equal_one_rank(world_size: int) -> None:
-    """By their own dictionaries; between 13 and 75 tokens and three heads, so nothing divides by four."""
+    """By their own dictionaries; between 1 and 75 tokens and three heads, so nothing divides by four."""
     models = {name: build() for name, build in MODELS.items()}
     for model, _ in models.values():
         randomize(model)
@@ -66,7 +66,9 @@ def test_without_exchange_the_comparison_fails() -> None:
     randomize(model)
 
     def body() -> float:
-        cp_plan._attend = lambda handle, *args, **options: F.scaled_dot_product_attention(*args, **options)
+        cp_attention.attend = lambda handle, *args, **options: F.scaled_dot_product_attention(
+            *args, **options
+        )
         return errors_of_rank({"flux": (model, inputs)}, layouts_of(2))["flux"]
 
     assert min(run_ranks(body, 2)) > 1e-2
@@ -93,7 +95,15 @@ class Mixer(nn.Module):
         super().__init__()
         self.out = nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        history: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if history is not None:
+            x = torch.cat([history, x], dim=1)
         heads = x.unflatten(-1, (3, 2)).transpose(1, 2)
         if mask is not None:
             options["attn_mask"] = mask[:, None, None]
@@ -113,7 +123,7 @@ def test_masks_of_keys_are_exact_and_lengths_may_change() -> None:
     def body() -> float:
         handle = parallelize_cp_plan(model, group=world_sequence())
         errors = []
-        for length in (7, 4, 7):
+        for length in (7, 2, 7):
             x, mask = noise(2, length, 6), noise(2, length) > -0.7
             errors += [
                 relative_error(mixed(handle, model, x=x, mask=mask), model(x, mask)),
@@ -128,11 +138,13 @@ def test_masks_of_keys_are_exact_and_lengths_may_change() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"x": noise(1, 1, 6)}, "Mixer: 1 rows cannot be split over 2 ranks"),
         ({"x": noise(1, 5, 6), "is_causal": True}, "causal"),
         ({"x": noise(1, 5, 6), "attn_mask": torch.ones(5, 5) > 0}, "is not one of this rank's"),
+        ({"x": noise(1, 5, 6), "history": noise(1, 2, 6, seed=1)}, "(5, 4) keys"),
+        # As many in all as two streams of six that are both cut.
+        ({"x": noise(1, 6, 6), "history": noise(1, 3, 6, seed=1)}, "(6, 6) keys"),
     ],
-    ids=["too short", "causal", "whole mask"],
+    ids=["causal", "whole mask", "whole history", "whole history as long as a part"],
 )
 def test_what_a_dictionary_cannot_say_is_refused(inputs: Inputs, message: str) -> None:
     def body() -> str:
@@ -143,6 +155,20 @@ def test_what_a_dictionary_cannot_say_is_refused(inputs: Inputs, message: str) -
         return str(caught.value)
 
     assert all(message in seen for seen in run_ranks(body, 2))
+
+
+def test_a_number_of_all_tokens_beside_a_part_of_them_is_refused() -> None:
+    """Helios scales the keys of its history, which it finds by the picture's number of tokens."""
+    model, inputs = diffusers_models.helios(is_amplify_history=True)
+
+    def body() -> str:
+        handle = parallelize_cp_plan(model, group=world_sequence())
+        with pytest.raises(PlanError) as caught:
+            mixed(handle, model, **inputs)
+        return str(caught.value)
+
+    for seen in run_ranks(body, 2):
+        assert "blocks.0.attn1, original_context_length=45 is used" in seen
 
 
 def test_dictionaries_that_do_not_fit_are_refused() -> None:
