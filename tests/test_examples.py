@@ -69,9 +69,14 @@ def test_a_lora_is_trained_on_a_diffusers_model(run_example, tmp_path):
     # The text that leaves the last block goes nowhere: its layer's up matrix stays at zero, and so does its
     # queries', but for rounding.
     zeros = {name for name, tensor in tensors.items() if not tensor.any()}
-    last = "transformer_blocks.1.attn"
-    assert len(tensors) == 32 and f"{last}.to_add_out.lora_up" in zeros
-    assert zeros <= {f"{last}.to_add_out.lora_up", f"{last}.add_q_proj.lora_up"}
+    last = "transformer.transformer_blocks.1.attn"
+    assert len(tensors) == 32 and f"{last}.to_add_out.lora_B.weight" in zeros
+    assert zeros <= {f"{last}.to_add_out.lora_B.weight", f"{last}.add_q_proj.lora_B.weight"}
+    # The names that diffusers' load_lora_weights takes, each matrix the way round that PEFT holds it.
+    layer = r"transformer\.transformer_blocks\.[01]\.attn\.\w+(\.0)?"
+    for name, tensor in tensors.items():
+        assert re.fullmatch(rf"{layer}\.lora_[AB]\.weight", name)
+        assert tensor.shape[0 if "lora_A" in name else 1] == 8
 
 
 def test_the_walk_through_quotes_the_example():

@@ -6,7 +6,8 @@
 
 Without ``--model`` a tiny random model of the same class is trained, to try the script. The latents are
 random here: put your own encoded pictures and captions in place of ``data``. accelerate has the loop, the
-devices and the processes; it is not given the model, which it would move to the GPU as a whole.
+devices and the processes; it is not given the model, which it would move to the GPU as a whole. The file is
+for ``pipeline.load_lora_weights("lora.safetensors")`` (with the package ``peft``) and ComfyUI's Load LoRA.
 """
 
 from __future__ import annotations
@@ -87,12 +88,22 @@ def main() -> None:
         )
         torch.manual_seed(accelerator.process_index)  # each process draws noise of its own
         train(accelerator, model, manager, optimizer, loader, adapters, options.steps)
-        tensors = {name: tensor.detach().cpu() for name, tensor in adapters.named_parameters().items()}
+        tensors = named_for_diffusers(adapters)
         manager.remove()
     if accelerator.is_main_process:
         save_file(tensors, options.output)
     accelerator.print(f"{len(adapters)} layers, saved {options.output}")
     accelerator.end_training()
+
+
+def named_for_diffusers(adapters: LoraAdapters) -> dict[str, torch.Tensor]:
+    """Return the LoRA as ``load_lora_weights`` takes it; alpha is the rank, so no scale is needed."""
+    names = {"lora_down": "lora_A.weight", "lora_up": "lora_B.weight"}
+    return {
+        f"transformer.{path}.{names[name]}": parameter.detach().cpu()
+        for path, adapter in adapters.adapters().items()
+        for name, parameter in adapter.named_parameters()
+    }
 
 
 def train(

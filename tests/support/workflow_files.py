@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -23,6 +24,11 @@ class ModelFile:
     def name(self) -> str:
         """What the loader's list shows."""
         return self.path.rsplit("/", 1)[-1]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its diffusion model is kept in a format that ComfyUI 0.3.75 cannot hand to workers."""
+        return re.search(r"fp8(_e4m3fn)?_scaled|fp8mixed|-fp8\.", self.name) is not None
 
     @property
     def directory(self) -> str:

@@ -14,6 +14,10 @@ The first run starts a worker process a GPU and loads the weights there; later r
 _WITH_CFG = """`gpus` must be the product of the degrees: for 4 GPUs set `ulysses_degree` to 2, for 8 to 4."""
 _WITHOUT_CFG = """`gpus` must be the product of the degrees: for 4 GPUs set `ulysses_degree` to 4. There is
 one prompt only, so `cfg_degree` stays 1."""
+_QUANTIZED = """
+
+On several GPUs {names} needs ComfyUI 0.33: 0.3.75 keeps such weights in a form that workers cannot
+hold, and the node refuses it. With 0.3.75 use a bf16 or fp16 file of the model."""
 EXAMPLES = {
     "pictures": """\
 1. Make the folder `input/my_pictures` in ComfyUI: pictures, and for each a text file of its name with
@@ -57,6 +61,9 @@ def sampling_note(model: WorkflowModel, mode: Mode) -> str:
         how = "one for each prompt" if with_cfg else "parts of one sequence, Ulysses"
         more = _WITH_CFG if with_cfg else _WITHOUT_CFG
         title, text = "parallel", _PARALLEL.format(gpus=chosen["gpus"], how=how, more=more)
+        quantized = [f"`{file.name}`" for file in model.models if file.is_quantized]
+        if quantized and not model.newer_only:
+            text += _QUANTIZED.format(names=" or ".join(quantized))
     return f"## {model.title}, {model.task}: {title}\n\n{text}\n\n{_downloads(model)}"
 
 
