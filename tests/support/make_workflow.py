@@ -182,9 +182,9 @@ def _add_sampling(
     )
     (single,) = builder.add(
         "KSampler",
-        (1580, 800),
+        (1220, 810),  # both samplers grow downwards, by the preview
         node_title="KSampler (without the LoRA)",
-        node_size=(360, 320),
+        node_size=(330, 320),
         model=model,
         **shared,
     )
@@ -201,7 +201,7 @@ def _add_sampling(
             filename_prefix=f"ferry/{name}",
         )
     builder.note(_SAMPLING, (1220, 500), (330, 260))
-    builder.group("2. Sample with the LoRA, in parallel", (1200, 30, 1120, 1240), "#3f7a4f")
+    builder.group("2. Sample with the LoRA, in parallel", (1200, 30, 1120, 1370), "#3f7a4f")
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ class TrainingPanel {
     this.points = []; // [step, loss, average]
     this.chart = element("canvas", { height: CHART_HEIGHT, width: 300, style: { width: "100%" } });
     this.chart.setAttribute("role", "img");
-    this.lines = element("div", { className: "ferry-lines", style: { whiteSpace: "pre-wrap" } });
+    this.lines = element("div", { className: "ferry-lines", style: { whiteSpace: "pre-wrap", overflowWrap: "anywhere" } });
     this.lines.setAttribute("role", "status");
     this.lines.textContent = say("No training has run yet.");
     this.preview = element("img", { alt: "", style: { maxHeight: "64px", display: "none", alignSelf: "start" } });

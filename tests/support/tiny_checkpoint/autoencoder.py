@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -83,7 +83,13 @@ def single_frame_layers() -> Iterator[None]:
 
 
 def train_autoencoder(
-    model: nn.Module, ink: torch.Tensor, *, steps: int, batch_size: int, generator: torch.Generator
+    model: nn.Module,
+    ink: torch.Tensor,
+    *,
+    steps: int,
+    batch_size: int,
+    generator: torch.Generator,
+    report: Callable[[int, int], None],
 ) -> float:
     """Teach the VAE to rebuild crops of digits in every palette.
 
@@ -93,6 +99,7 @@ def train_autoencoder(
         steps: Optimizer steps.
         batch_size: Pictures a step.
         generator: Source of the order and of the noise.
+        report: Called after every step with the steps that are done and all.
 
     Returns:
         The mean absolute error of the last 20 steps, in units of the 0 to 1 picture range.
@@ -102,7 +109,7 @@ def train_autoencoder(
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=steps, pct_start=0.15)
     errors: list[float] = []
-    for _ in range(steps):
+    for step in range(steps):
         chosen = torch.randint(len(ink), (batch_size,), generator=generator)
         palette = torch.randint(len(PALETTES), (batch_size,), generator=generator)
         top, left = torch.randint(SIZE_PX - _CROP_PX + 1, (2,), generator=generator).tolist()
@@ -119,6 +126,7 @@ def train_autoencoder(
         optimizer.step()
         schedule.step()
         errors.append(float((rebuilt - target).detach().abs().mean()) / 2.0)
+        report(step + 1, steps)
     return sum(errors[-20:]) / len(errors[-20:])
 
 

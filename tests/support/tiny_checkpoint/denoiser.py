@@ -7,6 +7,7 @@ x_sigma = (1 - sigma) x_0 + sigma noise, the network predicts noise - x_0 and is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def train_denoiser(
     steps: int,
     batch_size: int,
     generator: torch.Generator,
+    report: Callable[[int, int], None],
 ) -> float:
     """Teach the denoiser ``latents`` given their captions; one in ten sees the empty one (arXiv:2207.12598).
 
@@ -82,6 +84,7 @@ def train_denoiser(
         steps: Optimizer steps.
         batch_size: Latents a step.
         generator: Source of everything random.
+        report: Called after every step with the steps that are done and all.
 
     Returns:
         The mean loss (squared error of the velocity) of the last 20 steps.
@@ -116,6 +119,7 @@ def train_denoiser(
             for name, parameter in model.named_parameters():
                 mean[name].lerp_(parameter, 1.0 - decay)
         losses.append(float(loss.detach()))
+        report(step + 1, steps)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(mean[name])

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -134,8 +135,9 @@ def _write_files(folder: Path) -> None:
     vae = autoencoder.build_autoencoder(generator)
     with autoencoder.single_frame_layers():
         error = autoencoder.train_autoencoder(
-            vae, ink, steps=_AUTOENCODER_STEPS, batch_size=_AUTOENCODER_BATCH, generator=generator
-        )
+            vae, ink, steps=_AUTOENCODER_STEPS, batch_size=_AUTOENCODER_BATCH, generator=generator,
+            report=_show_progress("1 of 2, its VAE"),
+        )  # fmt: skip
     base = pictures.paint_base(ink)
     autoencoder.normalise_latents(
         vae, base[::4], mean=latent_format.latents_mean, std=latent_format.latents_std
@@ -154,6 +156,7 @@ def _write_files(folder: Path) -> None:
         steps=_DENOISER_STEPS,
         batch_size=_DENOISER_BATCH,
         generator=generator,
+        report=_show_progress("2 of 2, its denoiser"),
     )
     _report(f"denoiser: loss {loss:.3f}; {time.monotonic() - start_s:.0f} s in all")
     _require("denoiser", loss, _DENOISER_LOSS_LIMIT)
@@ -181,5 +184,18 @@ def _require(name: str, value: float, limit: float) -> None:
         raise CheckpointError(f"the tiny {name} ended at {value:.3f}, above its limit {limit}")
 
 
+def _show_progress(what: str) -> Callable[[int, int], None]:
+    """Return what shows progress: on a terminal every hundredth in one line, else a line for each fifth."""
+    start_s, is_live = time.monotonic(), sys.stdout.isatty()
+
+    def show(done: int, steps: int) -> None:
+        parts = 100 if is_live else 5
+        if done * parts // steps > (done - 1) * parts // steps:
+            text = f"   {what}: {100 * done // steps} %, {time.monotonic() - start_s:.0f} s"
+            print(f"\r{text}" if is_live else text, end="" if is_live and done < steps else "\n", flush=True)
+
+    return show
+
+
 def _report(text: str) -> None:
-    print(f"tiny checkpoint: {text}", flush=True)
+    print(f"   {text}", flush=True)
