@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BASE = {"errors", "log", "module_hooks", "module_paths"}
+BASE = {"cuda_capture", "errors", "log", "module_hooks", "module_paths"}
 COMFYUI = {
     "comfy",
     "comfy_extras",

@@ -79,7 +79,8 @@ class WorkerForward:
             agree = (
                 None if self._handle is None else functools.partial(self._handle.agree, device=self._device)
             )
-            self._recorded = RecordedForward(evaluate, required=required, agree=agree)
+            name = type(self._module).__name__
+            self._recorded = RecordedForward(evaluate, name=name, required=required, agree=agree)
         return evaluate if self._recorded is None else self._recorded
 
 

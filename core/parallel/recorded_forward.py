@@ -16,6 +16,7 @@ Source: CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-g
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..cuda_capture import CudaCapture
 from ..errors import PlanError, RequestError
 from ..log import get_logger
 
@@ -62,6 +64,7 @@ class RecordedForward:
         forward: Called with the arguments by name; tensors on one device. All ranks of its groups must
             make the same calls.
         record: Records a call: returns what runs it again, and its output.
+        name: Whose forward it is, for messages.
         required: Whether a forward that cannot be recorded is refused; else it runs as it is.
         agree: Returns whether all ranks of its groups say yes; called by all of them. None: there is one.
     """
@@ -71,10 +74,12 @@ class RecordedForward:
         forward: Callable[[Arguments], Any],
         *,
         record: Recorder | None = None,
+        name: str = "this model",
         required: bool = True,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self.forward = forward
+        self.name = name
         self._alone = agree is None
         self._agree: Callable[[bool], bool] = bool if agree is None else agree
         self.required = required
@@ -140,7 +145,7 @@ class RecordedForward:
             raise
         except RuntimeError as error:
             if not self.required:
-                _log.info("this model's forward is not recorded as a CUDA graph: %s", error)
+                _log.info("the forward of %s is not recorded as a CUDA graph: %s", self.name, error)
                 self.clear()
                 self._possible = False
                 return None
@@ -148,7 +153,7 @@ class RecordedForward:
                 raise
             raise RequestError(
                 "recording the model's forward as a CUDA graph was asked",
-                limit=f"This model's forward cannot be recorded ({error})",
+                limit=f"The forward of {self.name} cannot be recorded ({error})",
                 way_out="Choose an acceleration without CUDA graphs",
             ) from error
 
@@ -214,19 +219,15 @@ class _CudaRecorder:
     """Records CUDA graphs in one pool of memory: one of them runs at a time, and its output is used first."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._capture = CudaCapture()
 
     def __call__(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        gc.collect()  # what forwards of other shapes left; nothing can be given back while recording
         torch.cuda.synchronize()
         _check_room(2)  # for the recording, and for forwards of other shapes beside it
-        # Other threads (the watchdog of NCCL) may go on asking CUDA for the state of their own events.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = call()
+        recorded = self._capture(call)
         _check_room(1)
-        return graph.replay, output
+        return recorded
 
 
 def _check_room(forwards: int) -> None:

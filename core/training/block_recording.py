@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..cuda_capture import CudaCapture
 from ..offload import reading
 from .block_reads import BlockReads
 from .tensor_tree import TensorTree
@@ -37,34 +38,16 @@ class CudaGraphRecorder:
     """Records CUDA graphs in one pool of memory."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
-        self._stream: Any = None
+        self._capture = CudaCapture()
 
     def __call__(self, call: Callable[[], None]) -> Replay:
         """Record ``call`` without running it."""
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # nothing can be given back while recording
-        # Not torch.cuda.graph: it collects garbage, which for all blocks of a model takes half a minute.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                call()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph.replay
+        replay, _ = self._capture(call)
+        return replay
 
     def pool_bytes(self) -> int:
         """Return the memory of the pool, which PyTorch's peaks do not count while graphs are replayed."""
-        if self._pool is None:
-            return 0
-        segments = torch.cuda.memory_snapshot()
-        return sum(each["total_size"] for each in segments if each["segment_pool_id"] == tuple(self._pool))
+        return self._capture.pool_bytes()
 
 
 @dataclass(frozen=True)

@@ -221,5 +221,30 @@ def test_a_cuda_graph_gives_the_same_bits() -> None:
         x = noise(8, 64).cuda()
         reading = RecordedForward(lambda arguments: model(arguments["x"]) * arguments["x"].sum().item())
         reading({"x": x})
-        with pytest.raises(RequestError, match="cannot be recorded"):
+        with pytest.raises(RequestError, match="forward of this model cannot be recorded"):
             reading({"x": x})
+
+
+@pytest.mark.gpu
+def test_after_a_recording_that_fails_all_is_as_before() -> None:
+    """A tensor is made on the host within the forward, as Wan does."""
+    stream, x = torch.cuda.current_stream(), noise(8, 64).cuda()
+
+    def reads_the_host(arguments: dict[str, Any]) -> torch.Tensor:
+        return arguments["x"] * torch.arange(64).to(arguments["x"])
+
+    refusing = RecordedForward(reads_the_host, name="Wan")
+    passing = RecordedForward(reads_the_host, name="Wan", required=False)
+    expected = x * torch.arange(64, device="cuda")
+    with torch.inference_mode():
+        assert torch.equal(refusing({"x": x}), expected)
+        with pytest.raises(RequestError, match=r"forward of Wan.*copy between CPU and CUDA"):
+            refusing({"x": x})
+        for _ in range(3):
+            assert torch.equal(passing({"x": x}), expected)
+    assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    for _ in range(3):
+        working = RecordedForward(lambda arguments: arguments["x"] * 2)
+        for _ in range(3):
+            assert torch.equal(working({"x": x}), x * 2)
+        assert len(working._recordings) == 1
