@@ -219,7 +219,9 @@ class ComfyServer:
             "TRANSFORMERS_OFFLINE": "1",
             # The models are tiny: more threads only wait for each other, badly so on a busy machine.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PYTHONPYCACHEPREFIX": str(Path(sys.prefix) / "pycache"),  # none in the ComfyUI checkout
+            # Compiled once for all servers and workers, and not in the ComfyUI checkout.
+            "PYTHONPYCACHEPREFIX": str(Path(sys.prefix) / "pycache"),
+            "PYTHONDONTWRITEBYTECODE": "",
         }
         return environment
 
