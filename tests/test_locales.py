@@ -15,6 +15,8 @@ SPECIAL = re.compile(r"[@{}|]")
 TABLE = re.compile(
     r"^(?:export )?const (?:AXES|KINDS|BUDGETS|BUDGET_NODES) = (.*?);$", re.MULTILINE | re.DOTALL
 )
+# A bullet or a table's row that explains inputs.
+LISTED = re.compile(r"^(?:- ([`*]{1,2}[a-z_0-9`*, \u3001]+)[:\uff1a]|\| ([a-z_]+) \|)", re.MULTILINE)
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(120)]
@@ -52,6 +54,20 @@ def test_every_node_has_a_help_page_in_each_language(schemas):
             page = (ROOT / "web" / "docs" / node / f"{locale}.md").read_text(encoding="utf-8")
             assert page.startswith("# "), (node, locale)
             assert bool(CHINESE.search(page)) == (locale == "zh"), (node, locale)
+
+
+def test_every_help_page_names_the_inputs_of_its_node_and_no_others(schemas):
+    ksampler = {"seed", "steps", "cfg", "sampler_name", "scheduler", "denoise"}
+    for node, schema in schemas.items():
+        widgets = {entry.id for entry in schema.inputs if hasattr(entry, "default")}
+        known = {entry.id or entry.display_name for entry in [*schema.inputs, *schema.outputs]}
+        for locale in LOCALES:
+            page = (ROOT / "web" / "docs" / node / f"{locale}.md").read_text(encoding="utf-8")
+            named = set(re.findall(r"[a-z_0-9]+", page))
+            assert widgets - named - (ksampler if "KSampler" in page else set()) == set(), (node, locale)
+            listed = LISTED.findall(page)
+            explained = {name for entry in listed for name in re.findall(r"[a-z_0-9]+", "".join(entry))}
+            assert explained - known <= {"input", "output"}, (node, locale)
 
 
 def test_the_chinese_texts_are_those_of_the_nodes(schemas):
