@@ -132,7 +132,10 @@ def _check_keys(handle: CpPlanHandle, key: torch.Tensor, sizes: tuple[int, ...])
         same = torch.ones(shared, dtype=torch.bool, device=key.device)
         for other in others:
             same &= ((other - first).abs() <= limit).all(1)
-        return int(same.long().cumprod(0).sum())
+        length = int(same.long().cumprod(0).sum())
+        # Tokens that are all alike (a text of zeros) are alike on all ranks when they are cut as well.
+        is_one_token = bool(((first[:length] - first[:1]).abs() <= limit).all())
+        return 0 if is_one_token and length < max(sizes) else length
 
     same = max(run_of_same(by_rank), run_of_same(part.flip(0) for part in by_rank))
     if same == max(sizes):
