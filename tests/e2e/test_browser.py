@@ -204,6 +204,16 @@ def test_the_gpu_map_checks_degrees_as_one_types_and_offers_a_fix(page: Any, scr
     assert fitted["gpus"] == fitted["ulysses_degree"] >= 8
     assert not page.evaluate(_PANELS_SAVED)  # the map is no part of the workflow
 
+    # A message of what went wrong has the reason and the remedy, and stays until a key closes it.
+    lost = {"kind": "killed", "workers": 2, "reason": "rank 1 got signal 9", "remedy": "Use fewer GPUs."}
+    page.evaluate(_TELL, ["ferry.workers", lost])
+    message = page.locator(".p-toast-message").filter(has_text="Ferry: A worker was killed")
+    message.wait_for(timeout=10_000)
+    assert all(lost[key] in message.inner_text() for key in ("reason", "remedy"))
+    message.locator("button").focus()
+    page.keyboard.press("Enter")
+    message.wait_for(state="detached", timeout=10_000)
+
 
 def test_settings_decide_what_auto_means_in_chinese_with_light_nodes_2_0(
     opened: Any, server: ComfyServer, screenshots: Path
