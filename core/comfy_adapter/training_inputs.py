@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
-from ..training import Sample, pair_samples
+from ..training import Range, Sample, check_numbers, pair_samples
 
 # What a conditioning may carry that training could not honour.
 _REFUSED = {
@@ -57,6 +57,9 @@ class Guidance:
 
     value: float
     replaces: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"value": Range(0, name="guidance")})
 
 
 def read_samples(

@@ -8,13 +8,19 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
-from ..training import LoraConfig, NoiseLevels, OffloadSettings, TrainingConfig
+from ..training import LoraConfig, NoiseLevels, OffloadSettings, Range, TrainingConfig, check_numbers
 from .family_defaults import AUTO_GUIDANCE
 from .training_inputs import Guidance
 
 COMPUTE_DTYPES = ("auto", "bf16", "fp32")
 SAVE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_RESUME, RESUME_LATEST = "none", "latest"
+_SAVE_NUMBERS = {"every": Range(0, whole=True, name="save_every"), "keep_states": Range(0, whole=True)}
+_PREVIEW_NUMBERS = {
+    "every": Range(0, whole=True, name="preview_every"),
+    "steps": Range(1, whole=True, name="preview_steps"),
+    "cfg": Range(1, name="preview_cfg"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,7 @@ class SaveSettings:
     resume_from: str = NO_RESUME
 
     def __post_init__(self) -> None:
-        for name, value in (("save_every", self.every), ("keep_states", self.keep_states)):
-            if value < 0:
-                raise RequestError(
-                    f"{name}={value} was asked",
-                    limit="It counts, so it is 0 or more",
-                    way_out=f"Raise {name}",
-                )
+        check_numbers(self, _SAVE_NUMBERS)
         if self.every and not (self.prefix and self.keep_states):
             raise RequestError(
                 f"save_every={self.every} was asked with save_prefix={self.prefix!r} and "
@@ -72,17 +72,7 @@ class PreviewSettings:
     cfg: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("preview_every", self.every, 0),
-            ("preview_steps", self.steps, 1),
-            ("preview_cfg", self.cfg, 1.0),
-        ):
-            if not value >= least:
-                raise RequestError(
-                    f"{name}={value} was asked",
-                    limit=f"It has to be at least {least}",
-                    way_out=f"Raise {name}",
-                )
+        check_numbers(self, _PREVIEW_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -118,6 +108,7 @@ class TrainingRequest:
     gpus: int = 1
 
     def __post_init__(self) -> None:
+        check_numbers(self, {"gpus": Range(1, whole=True)})
         for name, value, known in (
             ("training_dtype", self.compute_dtype, COMPUTE_DTYPES),
             ("lora_dtype", self.save_dtype, tuple(SAVE_DTYPES)),

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..errors import RequestError
 from .adapters import ALGORITHMS
 from .loss import LOSSES
+from .number_ranges import Range, check_numbers
 from .optimizer import OPTIMIZERS, check_installed
 from .schedule import SCHEDULES
 from .targets import BIASES, split_patterns
+
+MOST_SEED = 2**64 - 1
+"""Of PyTorch's generators."""
+
+_LORA_NUMBERS = {"rank": Range(1, whole=True), "alpha": Range(0, without_ends=True)}
+_TRAINING_NUMBERS = {
+    "steps": Range(1, whole=True),
+    "learning_rate": Range(0, without_ends=True),
+    "batch_size": Range(1, whole=True),
+    "accumulation_steps": Range(1, whole=True, name="grad_accumulation_steps"),
+    "seed": Range(0, MOST_SEED, whole=True),
+    "weight_decay": Range(0),
+    "warmup_steps": Range(0, whole=True),
+    "max_gradient_norm": Range(0, name="max_grad_norm"),
+    "ema_decay": Range(0, 1),
+}
+_OFFLOAD_NUMBERS = {name: Range(0) for name in ("modulation_cache_mb", "vram_budget_gb", "ram_budget_gb")}
+_THRESHOLD = {"split_threshold_mb": Range(0, without_ends=True)}
 
 
 @dataclass(frozen=True)
@@ -31,8 +49,7 @@ class LoraConfig:
     algorithm: str = "LoRA"
 
     def __post_init__(self) -> None:
-        _at_least("rank", self.rank, 1)
-        _positive("alpha", self.alpha)
+        check_numbers(self, _LORA_NUMBERS)
         _one_of("algorithm", self.algorithm, list(ALGORITHMS))
 
     @property
@@ -74,22 +91,14 @@ class TrainingConfig:
     ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least("steps", self.steps, 1)
-        _at_least("batch_size", self.batch_size, 1)
-        _at_least("grad_accumulation_steps", self.accumulation_steps, 1)
-        _at_least("seed", self.seed, 0)
-        _positive("learning_rate", self.learning_rate)
+        check_numbers(self, _TRAINING_NUMBERS)
         _one_of("optimizer", self.optimizer, list(OPTIMIZERS))
         _one_of("loss_function", self.loss, list(LOSSES))
         _one_of("lr_schedule", self.schedule, list(SCHEDULES))
-        _at_least("warmup_steps", self.warmup_steps, 0)
-        _not_negative("weight_decay", self.weight_decay)
-        _not_negative("max_grad_norm", self.max_gradient_norm)
-        _not_negative("ema_decay", self.ema_decay)
-        if self.ema_decay >= 1:
+        if self.ema_decay == 1:
             raise RequestError(
                 f"ema_decay={self.ema_decay} was asked",
-                limit="At 1 or more the average would never take anything in",
+                limit="At 1 the average would never take anything in",
                 way_out="Use a value such as 0.99, or 0 for none",
             )
         if self.warmup_steps >= self.steps:
@@ -143,10 +152,9 @@ class OffloadSettings:
     inputs_on_host: bool = True
 
     def __post_init__(self) -> None:
+        check_numbers(self, _OFFLOAD_NUMBERS)
         if self.split_threshold_mb is not None:
-            _positive("split_threshold_mb", self.split_threshold_mb)
-        for name in ("modulation_cache_mb", "vram_budget_gb", "ram_budget_gb"):
-            _not_negative(name, getattr(self, name))
+            check_numbers(self, _THRESHOLD)
         if self.optimizer_on_cpu and not self.enabled:
             raise RequestError(
                 "optimizer_on_cpu=True was asked with offload off",
@@ -160,31 +168,6 @@ class OffloadSettings:
                 limit="Without offload the whole model is on the GPU",
                 way_out="Switch offload on, or set both budgets to 0",
             )
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise RequestError(
-            f"{name}={value} was asked", limit=f"It must be at least {least}", way_out=f"Raise {name}"
-        )
-
-
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise RequestError(
-            f"{name}={value} was asked",
-            limit="It must be a finite number above 0",
-            way_out=f"Set {name} to a positive number",
-        )
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise RequestError(
-            f"{name}={value} was asked",
-            limit="It must be a finite number, 0 or above",
-            way_out=f"Set {name} to 0 or a positive number",
-        )
 
 
 def _one_of(name: str, value: str, known: list[str]) -> None:

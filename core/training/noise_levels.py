@@ -10,17 +10,19 @@ arXiv:2303.09556.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import RequestError
+from .number_ranges import Range, check_numbers
 
 TIMESTEP_SAMPLINGS = ("uniform", "logit_normal")
 LOSS_WEIGHTINGS = ("none", "min_snr")
 MIN_SNR_GAMMA = 5.0
 """The value that the paper recommends."""
+_LEVELS = {"lowest": Range(0, 1, name="lowest_noise"), "highest": Range(0, 1, name="highest_noise")}
+_SHIFT = {"shift": Range(0, without_ends=True, name="timestep_shift")}
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,11 @@ class NoiseLevels:
                     limit=f"Known are {list(known)}",
                     way_out=f"Set {name} to one of them",
                 )
-        if self.shift is not None and not (math.isfinite(self.shift) and self.shift > 0):
-            raise RequestError(
-                f"timestep_shift={self.shift} was asked",
-                limit="It must be a finite number above 0",
-                way_out="Use 1 for no shift",
-            )
-        if not 0.0 <= self.lowest < self.highest <= 1.0:
+        check_numbers(self, _LEVELS if self.shift is None else _LEVELS | _SHIFT)
+        if not self.lowest < self.highest:
             raise RequestError(
                 f"noise levels from {self.lowest} to {self.highest} were asked",
-                limit="The lowest must be below the highest, both within 0 and 1",
+                limit="The lowest must be below the highest",
                 way_out="Correct the range",
             )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 
 from ...errors import RequestError
+from ..number_ranges import Range, check_numbers
 from .buckets import MAX_ASPECT, Bucket, choose_bucket, list_buckets
 from .items import MediaItem, TrainingSet, decode_media
 from .pictures import UnreadablePictureError, cover_scale
@@ -23,6 +24,16 @@ PICTURE_SUFFIXES = frozenset(
     ".png .jpg .jpeg .jpe .webp .bmp .gif .tif .tiff .avif .heic .heif .jxl .jp2 .ppm .pgm .tga".split()
 )
 VIDEO_SUFFIXES = frozenset(".mp4 .mov .webm .mkv .avi .flv .m4v".split())
+
+_NUMBERS = {
+    "resolution_px": Range(1, whole=True, name="resolution"),
+    "step_px": Range(1, whole=True),
+    "repeats": Range(1, whole=True),
+    "caption_dropout": Range(0, 1),
+    "max_upscale": Range(1),
+    "video_frames": Range(1, whole=True),
+    "video_rate_hz": Range(0),
+}
 
 
 @dataclass(frozen=True)
@@ -55,17 +66,7 @@ class FolderOptions:
     control_folder: str = ""
 
     def __post_init__(self) -> None:
-        for name, fits, limit in (
-            ("repeats", self.repeats >= 1, "It must be at least 1"),
-            ("caption_dropout", 0.0 <= self.caption_dropout <= 1.0, "It must be between 0 and 1"),
-            ("max_upscale", self.max_upscale >= 1.0, "It must be at least 1"),
-            ("video_frames", self.video_frames >= 1, "It must be at least 1"),
-            ("video_rate_hz", self.video_rate_hz >= 0.0, "It must not be negative"),
-        ):
-            if not fits:
-                raise RequestError(
-                    f"{name}={getattr(self, name)} was asked", limit=limit, way_out=f"Change {name}"
-                )
+        check_numbers(self, _NUMBERS)
 
 
 def order_folders(root: Path, names: Iterable[str]) -> list[str]:

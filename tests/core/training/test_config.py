@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from comfyui_ferry.core.errors import RequestError
-from comfyui_ferry.core.training import LoraConfig, OffloadSettings, TrainingConfig
+from comfyui_ferry.core.training import LoraConfig, NoiseLevels, OffloadSettings, TrainingConfig
+from comfyui_ferry.core.training.dataset import FolderOptions
 
 
 @pytest.mark.parametrize(
@@ -32,10 +35,42 @@ def test_training_values_out_of_range_are_refused(values, named):
         TrainingConfig(**({"steps": 1, "learning_rate": 1e-3} | values))
 
 
-@pytest.mark.parametrize(("values", "named"), [({"rank": 0}, "rank=0"), ({"alpha": 0.0}, "alpha=0.0")])
-def test_lora_values_out_of_range_are_refused(values, named):
-    with pytest.raises(RequestError, match=named):
-        LoraConfig(**values)
+NUMBERS = [
+    (LoraConfig, {}, "rank alpha"),
+    (
+        TrainingConfig,
+        {"steps": 9, "learning_rate": 1e-3},
+        "steps learning_rate batch_size accumulation_steps",
+    ),
+    (TrainingConfig, {"steps": 9, "learning_rate": 1e-3}, "seed warmup_steps weight_decay"),
+    (TrainingConfig, {"steps": 9, "learning_rate": 1e-3}, "max_gradient_norm ema_decay"),
+    (OffloadSettings, {}, "split_threshold_mb modulation_cache_mb vram_budget_gb ram_budget_gb"),
+    (NoiseLevels, {}, "shift lowest highest"),
+    (
+        FolderOptions,
+        {},
+        "resolution_px step_px repeats caption_dropout max_upscale video_frames video_rate_hz",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "needed", "names"), NUMBERS)
+def test_what_is_no_number_of_its_kind_is_refused_by_name(kind, needed, names):
+    """NaN, infinite, negative, of another type, and a fraction where something is counted."""
+    for name in names.split():
+        present = getattr(kind(**needed), name)
+        bad = [float("nan"), float("inf"), -float("inf"), -1, "4", [1], True, 10**400, 1j]
+        for value in [*bad, *([1.5, 2.0] if isinstance(present, int) else [])]:
+            with pytest.raises(RequestError, match=" was asked") as refused:
+                kind(**(needed | {name: value}))
+            assert f"={value!r} was asked" in str(refused.value), name
+
+
+def test_every_number_of_the_settings_is_in_the_table_of_this_test():
+    for kind in {kind for kind, _, _ in NUMBERS}:
+        tested = {name for other, _, names in NUMBERS if other is kind for name in names.split()}
+        hints = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+        assert {name for name, hint in hints.items() if "int" in hint or "float" in hint} == tested
 
 
 def test_optimizer_on_cpu_needs_offload():
