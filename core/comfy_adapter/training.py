@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..training import MIN_SNR_GAMMA, NoiseLevels, seed_torch, shifted
+from .text_widths import check_widths, text_widths
 from .training_inputs import Caption
 
 # Halvings of (0, 1): past the precision of a double.
@@ -96,6 +97,7 @@ class ComfyProcess:
         self.device = device
         self.seed = seed
         self.levels = levels or NoiseLevels()
+        self._text_widths = text_widths(self.model.diffusion_model)
         self._quantiles = (self._quantile_of(self.levels.lowest), self._quantile_of(self.levels.highest))
 
     def sigmas(self, positions: Tensor) -> Tensor:
@@ -183,6 +185,7 @@ class ComfyProcess:
                 way_out="Encode the captions with the text encoder that belongs to this model",
             ) from error
         model_conds = processed["positive"][0]["model_conds"]
+        check_widths(self._text_widths, model_conds, model=type(self.model).__name__)
         return {name: cond.process_cond(batch_size=1, area=None) for name, cond in model_conds.items()}
 
     def _apply(self, noisy: Tensor, sigma: Tensor, conds: list[dict[str, Any]]) -> Tensor:

@@ -81,6 +81,7 @@ def read_samples(
     for index, entry in enumerate(entries):
         check_caption(f"caption {index}", entry)
         check_start_image(model, f"caption {index}", entry)
+    _check_same_width(entries)
     captions = [set_guidance(_normal(list(entry)), guidance) for entry in entries]
     pairs = pair_samples(rows, captions)
     scaled = [scale_latent(model, sample.latent) for sample in pairs]
@@ -145,6 +146,18 @@ def check_caption(what: str, entry: Any) -> None:
             f"{what} carries {', '.join(refused)}",
             limit="Training learns from whole latents at all noise levels without other models",
             way_out="Connect the conditioning from before that node",
+        )
+
+
+def _check_same_width(entries: Sequence[list]) -> None:
+    """Refuse captions of several text encoders; whether it is the model's, the first one's forward tells."""
+    channels = [entry[0].shape[-1] for entry in entries if isinstance(entry[0], Tensor)]
+    others = [index for index, width in enumerate(channels) if width != channels[0]]
+    if others:
+        raise RequestError(
+            f"caption 0 has {channels[0]} channels and caption {others[0]} has {channels[others[0]]}",
+            limit="A model takes embeddings of one width",
+            way_out="Encode all captions with the text encoder that belongs to this model",
         )
 
 

@@ -40,8 +40,9 @@ class Range:
         except OverflowError:
             # An integer that no float can hold.
             return False
+        number: Any = value
         most = math.inf if self.most is None else self.most
-        return self.least < value < most if self.without_ends else self.least <= value <= most
+        return self.least < number < most if self.without_ends else self.least <= number <= most
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a finite number"

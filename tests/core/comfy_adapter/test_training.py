@@ -184,3 +184,29 @@ def test_min_snr_weighs_the_noise_loss_of_sdxl():
     with process_of("wan") as flow:
         with pytest.raises(RequestError, match="velocity loss"):
             check_noise_levels(flow.patcher, levels)
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_a_text_encoder_of_another_width_is_refused_by_both_widths(kind):
+    """The embedding and the pooled one, before anything is computed of them."""
+    from comfyui_ferry.core.comfy_adapter.text_widths import text_widths
+    from comfyui_ferry.core.comfy_adapter.training_inputs import Caption, read_samples
+
+    with process_of(kind) as process, torch.no_grad():
+        sample = samples_of(kind, process, 1)[0].read()
+        embedding, options = sample.condition.entry
+        widths = text_widths(process.model.diffusion_model)
+        noisy = noise(*sample.latent.shape)
+        process.groups(noisy, [sample.condition])
+        wrong = {"c_crossattn": [torch.cat([embedding, embedding], dim=-1), options]}
+        if "y" in widths:
+            pooled = options["pooled_output"]
+            wrong["y"] = [embedding, options | {"pooled_output": torch.cat([pooled, pooled], dim=-1)}]
+        assert "c_crossattn" in widths
+        for name, entry in wrong.items():
+            with pytest.raises(RequestError, match="channels was given") as refused:
+                process.groups(noisy, [Caption(entry, sample.condition.latent)])
+            assert f"takes {widths[name].channels} (" in str(refused.value)
+        with pytest.raises(RequestError, match="caption 0 has"):
+            latents = [PATCHERS[kind].latent(index) for index in range(2)]
+            read_samples(process.patcher, latents, [[[embedding, options]], [wrong["c_crossattn"]]])
