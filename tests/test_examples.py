@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +85,29 @@ def test_the_walk_through_quotes_the_example():
     page = (ROOT / "docs" / "add_a_model.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 4 and all(block in example for block in blocks)
+
+
+def test_the_readme_trains_as_written_and_parallelises_as_the_example():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    training, parallel = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    losses = []
+
+    def loss_of(model, batch):
+        losses.append(model(batch).square().mean())
+        return losses[-1]
+
+    names = {"torch": torch, "model": model, "data": [torch.ones(2, 6)] * 20, "loss_of": loss_of}
+    exec(training.replace('"cuda"', '"cpu"'), names)
+    assert losses[-1] < losses[0]
+    assert not any(map(torch.equal, before, model.parameters()))
+    example = (EXAMPLES / "parallel_transformer.py").read_text(encoding="utf-8")
+    for name in ("ParallelDims(", "build_mesh(", "parallelize(model, PLAN, group=layout.sequence_group)"):
+        assert name in parallel and name in example
+    call = 'handle.run(model, x, position, {"override": handle.attention_override})'
+    assert call in parallel and call in example
 
 
 def test_a_transformer_of_ones_own_gives_the_same_on_four_ranks(run_example):
