@@ -1,16 +1,19 @@
-"""Memory of all processes of a parallel MODEL, as the kernel counts it."""
+"""Memory of a MODEL while it is loaded, and of all processes of a parallel one, as the kernel counts it."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from comfyui_ferry.core.comfy_adapter import worker_groups
 from ferry_support.sampling import ULYSSES_2, parallel, sample
 from ferry_support.tiny_patchers import PATCHERS
+from safetensors.torch import save_file
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(180), pytest.mark.usefixtures("workers_of_the_test")]
 
@@ -49,3 +52,50 @@ def test_all_processes_together_hold_one_copy():
     shared, private = memory(processes)
     assert 0.99 * size <= shared <= 1.05 * size  # counted in rounded kilobytes
     assert private - before <= 2 * 20e6
+
+
+class PeakMemory:
+    """Watches what this process has besides pages of files, beyond what it had at first."""
+
+    def __enter__(self):
+        gc.collect()
+        self.nbytes, self._before, self._stopped = 0, self._now(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *error):
+        self._stopped.set()
+        self._watcher.join()
+
+    def _watch(self):
+        while not self._stopped.wait(0.0005):
+            self.nbytes = max(self.nbytes, self._now() - self._before)
+
+    def _now(self):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def test_loading_takes_the_memory_of_the_model_and_one_tensor(tmp_path, monkeypatch):
+    import folder_paths
+    from comfyui_ferry.core.comfy_adapter import load_offloaded
+
+    model = PATCHERS[KIND].build(
+        dim=768, ffn_dim=3072, num_heads=6, num_layers=4, text_dim=4096, freq_dim=256
+    )
+    model = model.model.diffusion_model
+    weights = dict(model.state_dict())
+    size, largest = (take(tensor.nbytes for tensor in weights.values()) for take in (sum, max))
+    assert size > 5 * largest > 40e6
+    save_file(weights, tmp_path / "large.safetensors")
+    del model, weights
+    monkeypatch.setitem(
+        folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"})
+    )
+    folder_paths.filename_list_cache.pop("diffusion_models", None)
+    with torch.inference_mode(), PeakMemory() as peak:
+        loaded = load_offloaded("large.safetensors", vram_gb=0.11)
+    folder_paths.filename_list_cache.pop("diffusion_models", None)
+    assert loaded.stream.streamer.weight_bytes == size
+    assert 0.95 * size <= peak.nbytes <= size + largest
