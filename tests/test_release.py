@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -29,6 +32,21 @@ def test_the_registry_entry_is_complete():
     assert (ROOT / project["license-files"][0]).is_file() and (ROOT / project["readme"]).is_file()
     publish = text(".github/workflows/publish.yml")
     assert "REGISTRY_ACCESS_TOKEN" in publish and "tests/test_release.py" in publish
+
+
+def test_the_steps_of_every_workflow_are_sound_shell_and_start_files_that_exist():
+    pages = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert {page.stem for page in pages} >= {"lint", "publish", "test"}
+    for page in pages:
+        jobs = yaml.safe_load(page.read_text(encoding="utf-8"))["jobs"]
+        assert {need for job in jobs.values() for need in [job.get("needs", page.stem)]} <= {*jobs, page.stem}
+        for step in (step for job in jobs.values() for step in job["steps"]):
+            assert ("uses" in step) != ("run" in step), (page.name, step)
+            script = re.sub(r"\$\{\{.*?\}\}", "value", step.get("run", ""))
+            checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+            assert checked.returncode == 0 and not checked.stderr, (page.name, script, checked.stderr)
+            for started in re.findall(r"^bash (\S+)", script, re.MULTILINE):
+                assert (ROOT / started).is_file(), (page.name, started)
 
 
 def test_every_package_that_is_installed_has_its_licence_listed():
