@@ -16,15 +16,10 @@ from ...errors import RequestError
 from ..number_ranges import Range, check_numbers
 from .buckets import MAX_ASPECT, Bucket, choose_bucket, list_buckets
 from .items import MediaItem, TrainingSet, decode_media
-from .pictures import UnreadablePictureError, cover_scale
+from .pictures import PICTURE_SUFFIXES, UnreadablePictureError, cover_scale
+from .videos import VIDEO_SUFFIXES
 
 CAPTION_SUFFIX = ".txt"
-# Also kinds that Pillow may not read here: such a file is an offender, not a file passed over.
-PICTURE_SUFFIXES = frozenset(
-    ".png .jpg .jpeg .jpe .webp .bmp .gif .tif .tiff .avif .heic .heif .jxl .jp2 .ppm .pgm .tga".split()
-)
-VIDEO_SUFFIXES = frozenset(".mp4 .mov .webm .mkv .avi .flv .m4v".split())
-
 _NUMBERS = {
     "resolution_px": Range(1, whole=True, name="resolution"),
     "step_px": Range(1, whole=True),
@@ -194,8 +189,12 @@ def _pair_files(folder: Path) -> tuple[list[Path], dict[str, Path], defaultdict[
     """Return pictures and videos, captions by stem, and what is wrong with the names."""
     files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     media = [path for path in files if path.suffix.lower() in PICTURE_SUFFIXES | VIDEO_SUFFIXES]
-    captions = {path.stem: path for path in files if path.suffix.lower() == CAPTION_SUFFIX}
+    texts = [path for path in files if path.suffix.lower() == CAPTION_SUFFIX]
+    captions = {path.stem: path for path in texts}
     offenders: defaultdict[str, list[str]] = defaultdict(list)
+    for path in texts:
+        if captions[path.stem] != path:
+            offenders[path.name].append(f"is a second caption beside {captions[path.stem].name}")
     by_stem: defaultdict[str, list[Path]] = defaultdict(list)
     for path in media:
         by_stem[path.stem.lower()].append(path)
@@ -253,6 +252,8 @@ def _read_caption(path: Path | None, root: Path, options: FolderOptions) -> str:
         try:
             _check_inside(path, root)
             caption = path.read_text(encoding="utf-8-sig").strip()
+            if "\0" in caption:  # UTF-16 of plain letters is valid UTF-8, with a NUL after each
+                raise UnreadablePictureError("is not UTF-8 text")
         except UnicodeDecodeError as error:
             raise UnreadablePictureError(f"has a caption ({path.name}) that is not UTF-8 text") from error
         except UnreadablePictureError as error:

@@ -35,6 +35,12 @@ _BROKEN_FILE_ERRORS = (
 # 32-bit integers and floats: the file does not say what is white.
 _NO_RANGE = ("I", "F")
 
+# Also kinds that Pillow may not read here: such a file is an offender, not a file passed over.
+PICTURE_SUFFIXES = frozenset(
+    ".png .apng .jpg .jpeg .jpe .jfif .webp .bmp .dib .gif .tif .tiff .avif .heic .heif .jxl .jp2 .ppm .pgm "
+    ".pnm .tga .ico .svg .psd .exr .hdr .dng .cr2 .cr3 .nef .arw .raf .orf .rw2".split()
+)
+
 
 class UnreadablePictureError(Exception):
     """A file cannot be used; the text says why, for the list of all offenders."""

@@ -17,6 +17,10 @@ from torch import Tensor
 
 from .pictures import UnreadablePictureError
 
+VIDEO_SUFFIXES = frozenset(
+    ".mp4 .mov .webm .mkv .avi .flv .m4v .wmv .mpg .mpeg .ts .m2ts .mts .3gp .ogv .vob".split()
+)
+
 
 def decode_frames(content: bytes, *, num_frames: int, rate_hz: float) -> Tensor:
     """Return the first ``num_frames`` frames at ``rate_hz``, ``(F, H, W, 3)`` fp32 in 0 to 1.

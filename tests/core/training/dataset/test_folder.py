@@ -79,6 +79,14 @@ def test_every_offender_is_named_in_one_error(tmp_path):
     put(folder, "long.png", (640, 64))
     put(folder, "latin.png")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
+    put(folder, "wide.png")
+    (folder / "wide.txt").write_bytes("a cat".encode("utf-16-le"))
+    put(folder, "both.png")
+    (folder / "both.TXT").write_text("another")
+    for name in ("scan.jfif", "raw.NEF", "old.wmv"):
+        put(folder, name.split(".")[0] + ".png")
+        (folder / (name.split(".")[0] + ".png")).unlink()
+        (folder / name).write_bytes(b"what no decoder here knows")
     (folder / "broken.png").write_bytes(b"\x89PNG\r\n")
     (folder / "broken.txt").write_text("x")
     (folder / "clip.mp4").write_bytes(b"no video")
@@ -98,6 +106,11 @@ def test_every_offender_is_named_in_one_error(tmp_path):
         "tiny.png": "too small: 20x20 would be enlarged 3.20 times",
         "long.png": "longer than 4:1",
         "latin.png": "latin.txt) that is not UTF-8",
+        "wide.png": "wide.txt) that is not UTF-8",
+        "both.TXT": "second caption beside both.txt",
+        "scan.jfif": "cannot be read",
+        "raw.NEF": "cannot be read",
+        "old.wmv": "cannot be read",
         "broken.png": "cannot be read",
         "clip.mp4": "cannot be read",
         "alone.txt": "caption without a picture",
@@ -106,7 +119,7 @@ def test_every_offender_is_named_in_one_error(tmp_path):
     }.items():
         assert reason in lines.pop(name)
     assert lines == {}
-    assert "12 files" in str(caught.value)
+    assert "17 files" in str(caught.value)
     # Both faults of one file are told at once.
     assert "no caption" in str(caught.value).split("clip.mp4")[1].splitlines()[0]
 
