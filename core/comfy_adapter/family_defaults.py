@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from ..training import OPTIMIZERS, auto_learning_rate, split_patterns
+from ..training import OPTIMIZERS, Range, auto_learning_rate, check_number, split_patterns
 from ..training.families import FamilyDefaults, find_family
 from .user_settings import default_budget_gb
 
@@ -63,6 +62,7 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
     family = model_family(model)
     values = _LATER_INPUTS | widgets
     _check_guidance(model, family, values["guidance"])
+    check_number("rank", values["rank"], Range(0, whole=True))
     patterns, extras = split_patterns(values["targets"])
     automatic = {
         "rank": not values["rank"],
@@ -111,12 +111,8 @@ def _rate(family: FamilyDefaults, values: dict[str, Any]) -> float:
 
 def _check_guidance(model: Any, family: FamilyDefaults, asked: float) -> None:
     has_guidance = bool(getattr(model.model.model_config, "unet_config", {}).get("guidance_embed"))
-    if asked != AUTO_GUIDANCE and not (math.isfinite(asked) and asked >= 0):
-        raise RequestError(
-            f"guidance={asked} was asked",
-            limit="It is a finite number, 0 or more",
-            way_out="Set guidance to -1 (auto), or to such a number",
-        )
+    if asked != AUTO_GUIDANCE:
+        check_number("guidance", asked, Range(0))
     if asked != AUTO_GUIDANCE and not has_guidance:
         raise RequestError(
             f"guidance={asked:g} was asked for a model of the family {family.name}",

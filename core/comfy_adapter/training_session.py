@@ -124,16 +124,16 @@ class TrainingSession:
         show_text(what, self.running.node_id)
 
     def preview(self) -> None:
-        """Make a picture of what the LoRA does now; without the memory for it, say so and go on."""
+        """Make a picture of what the LoRA does now; without memory or disk for it, say so and go on."""
         if self.previewer is None:
             self.progress = dataclasses.replace(self.progress, message="no preview: connect preview_vae")
             return
         try:
             preview = self.previewer.make(self._running_training())
             self.progress = dataclasses.replace(self.progress, preview=preview)
-        except torch.OutOfMemoryError as error:
-            _LOG.warning("no preview of step %d: %s", self.progress.step, error)
-            self.progress = dataclasses.replace(self.progress, message="no preview: out of memory")
+        except (torch.OutOfMemoryError, OSError) as error:
+            why = f"{error}" if isinstance(error, OSError) else "out of memory"
+            self.after_skip(f"no preview of step {self.progress.step}: {why}")
         if self.manager is not None:
             self.manager.after_backward()
 

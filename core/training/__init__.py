@@ -20,7 +20,7 @@ from .lora import LoraAdapters
 from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
 from .nan_guard import Trouble, find_layer
 from .noise_levels import LOSS_WEIGHTINGS, MIN_SNR_GAMMA, TIMESTEP_SAMPLINGS, NoiseLevels, shifted
-from .number_ranges import Range, check_numbers
+from .number_ranges import Range, check_number, check_numbers
 from .optimizer import OPTIMIZERS, auto_learning_rate
 from .out_of_place import OutOfPlace
 from .recorded_blocks import RecordedBlocks
@@ -69,6 +69,7 @@ __all__ = [
     "auto_learning_rate",
     "check_identity",
     "check_managed_bytes",
+    "check_number",
     "check_numbers",
     "check_same_output",
     "check_shares",

@@ -62,9 +62,16 @@ def check_numbers(settings: Any, ranges: Mapping[str, Range]) -> None:
         RequestError: Naming the first such attribute, its value and what it may be.
     """
     for attribute, allowed in ranges.items():
-        value = getattr(settings, attribute)
-        if not allowed.holds(value):
-            name = allowed.name or attribute
-            raise RequestError(
-                f"{name}={value!r} was asked", limit=f"It must be {allowed}", way_out=f"Change {name}"
-            )
+        check_number(allowed.name or attribute, getattr(settings, attribute), allowed)
+
+
+def check_number(name: str, value: Any, allowed: Range) -> None:
+    """Refuse a number outside its range, or what is none.
+
+    Raises:
+        RequestError: Naming it, its value and what it may be.
+    """
+    if not allowed.holds(value):
+        raise RequestError(
+            f"{name}={value!r} was asked", limit=f"It must be {allowed}", way_out=f"Change {name}"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
@@ -241,8 +243,9 @@ def test_the_experts_of_wan_get_their_noise():
     ]
     with pytest.raises(RequestError, match=r"noise_range='high' was asked .* FLUX.1-dev"):
         fill("flux", noise_range="high")
-    with pytest.raises(RequestError, match=r"guidance=nan was asked"):
-        fill("flux", guidance=float("nan"))
+    for name, value in itertools.product(("guidance", "rank"), (float("nan"), "4", -3, [])):
+        with pytest.raises(RequestError, match=f"{name}=.* was asked"):
+            fill("flux", **{name: value})
     with pytest.raises(RequestError, match=r"guidance=3.5 was asked .* Wan"):
         fill("wan", guidance=3.5)
 

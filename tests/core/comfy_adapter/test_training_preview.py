@@ -55,7 +55,8 @@ def temp(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_they_show_the_progress_and_change_nothing(temp):
+def test_they_show_the_progress_and_change_nothing(temp, monkeypatch):
+    from comfyui_ferry.core.comfy_adapter.training_session import TrainingSession
     from PIL import Image
 
     changes = {"optimizer_on_cpu": True}
@@ -73,6 +74,20 @@ def test_they_show_the_progress_and_change_nothing(temp):
     assert first.shape == (1, *tiny.latent_shape)
     assert torch.isfinite(first).all()
     assert not torch.allclose(first, second, rtol=1e-4)
+    # Neither does a preview that cannot be written, or has no memory, end hours of training.
+    (temp / "file").write_text("in the way")
+    monkeypatch.setattr("folder_paths.temp_directory", str(temp / "file"))
+    notes, decode = [], vae.decode
+    monkeypatch.setattr(TrainingSession, "after_skip", lambda session, what: notes.append(what))
+    monkeypatch.setattr(vae, "decode", lambda latent: decode(latent) if notes else out_of_memory())
+    unseen = train("wan", previews={"every": 2, "steps": 1}, inputs=inputs, **changes)
+    assert unseen.loss_map == plain.loss_map
+    assert [note.split(":")[0] for note in notes] == ["no preview of step 2", "no preview of step 4"]
+    assert notes[0].endswith("out of memory") and "file" in notes[1]
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError
 
 
 def test_a_preview_is_what_the_stock_sampler_gives(temp, monkeypatch):
