@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import folder_paths
 import torch
@@ -92,7 +93,8 @@ def _open_shards(index: Path) -> tuple[list[WeightFile], dict[str, str]]:
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise _refusal(index, f"An index has at most {_MAX_INDEX_BYTES} bytes")
     try:
-        owners = json.loads(index.read_text())["weight_map"]
+        text = index.read_text(encoding="utf-8")
+        owners = json.loads(text, object_pairs_hook=_without_repetition)["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _refusal(index, f"It is no index of a sharded model ({error})") from error
     if not isinstance(owners, dict) or not all(isinstance(shard, str) for shard in owners.values()):
@@ -102,6 +104,13 @@ def _open_shards(index: Path) -> tuple[list[WeightFile], dict[str, str]]:
         if Path(shard).name != shard or not shard.endswith(_PLAIN_SUFFIXES):
             raise _refusal(index, f"It names {shard!r}, which is no safetensors file beside it")
     return [WeightFile(index.parent / shard) for shard in shards], owners
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice")
+    return result
 
 
 def _refusal(path: Path, limit: str, way_out: str = "Download or save it again") -> RequestError:

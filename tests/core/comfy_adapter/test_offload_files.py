@@ -129,6 +129,16 @@ def test_shards_and_checkpoints_hold_the_same_model(models, wan):
     )
     with pytest.raises(RequestError, match="none of its files"):
         load(shards)
+    # Two owners of one tensor, or two tables: nobody can know which is meant.
+    text = json.dumps({"weight_map": owners})
+    for opening, once_more in (
+        ('{"weight_map": {', '"patch_embedding.weight": "part-0.safetensors", '),
+        ("{", '"weight_map": {}, '),
+    ):
+        repeated = opening + once_more + text.removeprefix(opening)
+        (folder / "model.safetensors.index.json").write_text(repeated)
+        with pytest.raises(RequestError, match="twice"):
+            load(shards)
 
 
 def test_a_diffusers_folder_with_halves_that_comfyui_swaps_in_place(models):
