@@ -77,7 +77,7 @@ def read_samples(
         RequestError: If something is missing, does not match, or could not be honoured.
     """
     rows = [row for latent in latents for row in _latent_rows(latent)]
-    entries = [entry for entries in conditioning for entry in entries]
+    entries = [entry for index, entries in enumerate(conditioning) for entry in _entries(index, entries)]
     for index, entry in enumerate(entries):
         check_caption(f"caption {index}", entry)
         check_start_image(model, f"caption {index}", entry)
@@ -91,13 +91,36 @@ def read_samples(
     ]
 
 
-def _latent_rows(latent: dict) -> list[Tensor]:
-    samples = latent.get("samples")
-    if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
+def _entries(index: int, conditioning: Any) -> list[list]:
+    """Return the captions of a CONDITIONING, once it is known to be one."""
+    is_list = isinstance(conditioning, list | tuple)
+    wrong = [
+        f"entry {number} is {type(entry).__name__}"
+        for number, entry in enumerate(conditioning if is_list else [])
+        if not (isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[1], dict))
+    ]
+    if wrong or not is_list:
+        raise RequestError(
+            f"conditioning {index} is of type {type(conditioning).__name__} {wrong or ''}",
+            limit="A CONDITIONING is a list of pairs, an embedding and a dictionary of options",
+            way_out="Connect a text encode node to 'positive'",
+        )
+    return list(conditioning)
+
+
+def _latent_rows(latent: Any) -> list[Tensor]:
+    samples = latent.get("samples") if isinstance(latent, dict) else latent
+    if not isinstance(latent, dict) or not isinstance(samples, Tensor) or samples.is_nested:
         raise RequestError(
             f"a latent of type {type(samples).__name__} was given",
             limit="A latent is one tensor; those with several streams (audio with video) cannot be trained",
             way_out="Connect a VAE Encode, and use a model with one latent stream",
+        )
+    if samples.is_complex() or samples.dtype == torch.bool:
+        raise RequestError(
+            f"a latent of {samples.dtype} was given",
+            limit="A latent holds real numbers",
+            way_out="Connect a VAE Encode",
         )
     if latent.get("noise_mask") is not None:
         raise RequestError(

@@ -114,3 +114,23 @@ def test_a_full_range_of_steps_is_nothing_special(model):
     caption = FLUX.caption()
     caption[0][1] |= {"start_percent": 0.0, "end_percent": 1.0}
     assert len(read(model, [FLUX.latent()], [caption])) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latents": [None]}, "latent of type NoneType"),
+        ({"latents": ["x"]}, "latent of type str"),
+        ({"latents": [{"samples": noise(1, 16, 8, 8).to(torch.complex64)}]}, "latent of torch.complex64"),
+        ({"captions": [None]}, "conditioning 0 is of type NoneType"),
+        ({"captions": [[[noise(1, 7, 8)]]]}, "entry 0 is list"),
+        ({"captions": [[noise(1, 7, 8)]]}, "entry 0 is Tensor"),
+        ({"captions": [[[noise(1, 7, 8), None]]]}, "entry 0 is list"),
+    ],
+)
+def test_values_of_other_types_are_refused(model, changes, message):
+    from comfyui_ferry.core.comfy_adapter.training_inputs import read_samples
+
+    given = {"latents": [FLUX.latent()], "captions": [FLUX.caption()]} | changes
+    with pytest.raises(RequestError, match=message):
+        read_samples(model, given["latents"], given["captions"])
