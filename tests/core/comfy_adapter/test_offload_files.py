@@ -261,6 +261,22 @@ def test_scaled_fp8_stays_what_comfyui_makes_of_it(models, wan):
     assert torch.equal(picture(streamed), picture(plain))
 
 
+def test_a_merge_is_that_of_the_stock_loader(models, wan):
+    """Also where ComfyUI leaves patches out: a module's own weights beside those of its children."""
+    from comfy_extras.nodes_model_merging import ModelMergeSimple
+
+    paths = [models / "diffusion_models" / f"{name}.safetensors" for name in "ab"]
+    save_file(wan, paths[0])
+    save_file({name: value * 1.25 for name, value in wan.items()}, paths[1])
+    plain, other = (stock(path) for path in paths)
+    with torch.inference_mode():
+        expected = picture(ModelMergeSimple().merge(plain, other, 0.3)[0])
+        for first, second in ((load(paths[0].name), other), (stock(paths[0]), load(paths[1].name))):
+            merged = ModelMergeSimple().merge(first, second, 0.3)[0]
+            assert "diffusion_model.head.modulation" in merged.patches
+            assert torch.equal(picture(merged), expected)
+
+
 def test_gguf(models, wan, monkeypatch):
     """Needs the optional package for the files themselves; without it the refusal names the remedy."""
     import sys
