@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..offload import ModelStreamer
+from .patch_arithmetic import patched_by_loading
 from .stream_patches import PatchValues, weight_changes
 from .stream_state import StateHook
 
@@ -69,7 +70,7 @@ class ModelStream:
         self.streamer.set_changes(
             weight_changes(
                 model,
-                _patched_by_loading(model, patches),
+                patched_by_loading(model, patches),
                 self.hook_patches,
                 values=self._values,
                 master=self.streamer.registered,
@@ -123,18 +124,3 @@ def release_stream(patcher: Any) -> None:
     stream = stream_of(patcher.model)
     if stream is not None:
         stream.release(patcher.model, patcher.offload_device)
-
-
-def _patched_by_loading(model: Any, patches: dict) -> dict:
-    """Return the patches that ComfyUI applies when it loads a model.
-
-    Those of a module's own weights beside weights of its children it leaves out (``_load_list``), such as
-    Wan's ``head.modulation``; merges have them for every weight.
-    """
-    applied = {}
-    for key, entries in patches.items():
-        owner = model.get_submodule(key.rpartition(".")[0])
-        own = {name for name, _ in owner.named_parameters(recurse=False)}
-        if all(name in own for name, _ in owner.named_parameters()):
-            applied[key] = entries
-    return applied

@@ -12,6 +12,7 @@ from ..errors import RequestError, WorkerError
 from ..parallel import ParallelDims
 from .acceleration import Acceleration
 from .parallel_readout import ParallelReadout, num_evaluations
+from .patch_arithmetic import patched_by_loading
 from .worker_group import WorkerGroup
 from .worker_groups import (
     acquire_group,
@@ -95,7 +96,7 @@ class ParallelRun:
         load_part(
             group,
             part,
-            patches,
+            patched_by_loading(model, patches),
             version,
             force_cast=force_cast,
             acceleration=self.acceleration,

@@ -94,7 +94,11 @@ def test_new_workers_find_the_weights_in_place_and_closing_gives_them_back():
     module = model.model.diffusion_model
     before = fingerprint(module)
     patched = with_lora(model)
+    modulation = "diffusion_model.head.modulation"  # beside a child's weights: ComfyUI does not patch it
+    large = 9.0 * torch.ones_like(module.head.modulation)
+    assert patched.add_patches({modulation: ("diff", (large,))}) == [modulation]
     expected = sample(patched, KIND)
+    assert difference(sample(with_lora(model), KIND), expected) == 0
     homes = set()
     for degrees in (ULYSSES_2, {"gpus": 2, "cfg_degree": 2, "ulysses_degree": 1}):
         assert difference(sample(parallel(patched, degrees), KIND), expected) <= TOLERANCE
