@@ -111,7 +111,8 @@ def _demo() -> int:
     print(f"4. Done in {time.monotonic() - start_s:.0f} s:", flush=True)
     for kind, path in files:
         print(f"   {kind:<24} {path}")
-    print("Expected: digits 3, white on black without the LoRA, and in its colours with it.")
+    print("Expected: four digits 3 a picture, white on black without the LoRA, and in its colours with it.")
+    print("The model is tiny: the colours are what it learns; many of its digits are hard to read.")
     print("To run it in your own ComfyUI, copy the small files there and drag the workflow onto the canvas:")
     print(f"   cp -rL {base}/models {base}/input YOUR_COMFYUI/")
     print(f"   {WORKFLOW}")
