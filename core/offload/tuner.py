@@ -80,7 +80,7 @@ class ResidencyTuner:
         self._timed: list[tuple[float, float]] = []
         self.plan: ResidencyPlan | None = None
         self.is_done = False
-        self._expected_bytes = self._other_bytes = 0
+        self._other_bytes = 0
         self._num_recordings = -1
         self.recordings: Recordings | None = None
         self.has_reserve = False
@@ -112,9 +112,11 @@ class ResidencyTuner:
         step_s, passes_s = (statistics.median(values) for values in zip(*self._timed, strict=True))
         profile = correct(self._profile, self.plan, step_s=step_s, passes_compute_s=passes_s)
         seen_bytes = self._seen_other_bytes()
-        # The steps that were seen may be of smaller samples than the one that was measured first.
-        other_bytes = max(self._expected_bytes, seen_bytes or 0)
-        self._apply(dataclasses.replace(profile, other_bytes=other_bytes))
+        if seen_bytes is not None:
+            # The steps that were seen may be of smaller samples than the one that was measured first.
+            other_bytes = max(profile.other_bytes, seen_bytes + self.later_bytes())
+            profile = dataclasses.replace(profile, other_bytes=other_bytes)
+        self._apply(profile)
         self.is_done = True
         _log.info("offload plan: %s", self.plan.describe())
 
@@ -150,14 +152,12 @@ class ResidencyTuner:
         budget_bytes = self._budget.vram_bytes(self._device)
         if budget_bytes is None:
             budget_bytes = profile.other_bytes + 10 * profile.total_bytes
-        # All of it in the plan's own figures too: its peak is what will be seen.
-        profile = dataclasses.replace(profile, other_bytes=profile.other_bytes + self.later_bytes())
-        self._expected_bytes = profile.other_bytes
         reserve = 0
         if self.recordings is not None:
             pool_bytes = self.recordings.pool_bytes
             reserve = int(self.recordings.needed_bytes * (1 if pool_bytes else _UNSEEN_SHARE))
             reserve = max(reserve, pool_bytes)
+        # In the plan's own figures too: its peak is what will be seen.
         reserved = dataclasses.replace(profile, other_bytes=profile.other_bytes + reserve)
         try:
             self.plan = self._plan(reserved, budget_bytes)
@@ -198,7 +198,7 @@ class ResidencyTuner:
             link_bytes_per_s=link,
             pageable_bytes_per_s=link * self._engine.transfer.pageable_share,
             other_s=max(0.0, step_s - spans_s),
-            other_bytes=self._measure_other_bytes(timer),
+            other_bytes=self._measure_other_bytes(timer) + self.later_bytes(),
             overlaps=self._device.type == "cuda",
         )
 
