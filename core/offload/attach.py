@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import OffloadError, RequestError
 from ..log import get_logger
+from .budget import OffloadBudget
 from .checks import check_tensors
 from .config import OffloadConfig
 from .hooks import Unit
+from .modulation_layers import ModulationPlan
 from .module_dicts import ManagedDict
+from .pinning import HostPinning
+from .planner import ResidencyPlan
+from .shared_masters import SharedMasters
 from .slots import rounded
 from .tensors import Entry, ManagedTensor, make_managed
-from .units import UnitPlan
+from .units import UnitPlan, module_bytes
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -29,6 +34,36 @@ _log = get_logger("offload")
 
 # Weights kept between recompute and backward: room for two of the largest units, or this share.
 _CACHE_SHARE = 32
+
+
+def check_options(
+    model: nn.Module,
+    budget: OffloadBudget | None,
+    modulation: ModulationPlan | None,
+    plan: ResidencyPlan | None,
+    pinning: HostPinning | None,
+    shared_masters: SharedMasters | None,
+) -> None:
+    """Check that what a manager was given is of the kind that it takes, and that the masters fit.
+
+    Raises:
+        RequestError: If something is not.
+    """
+    for name, option, kind, example in (
+        ("budget", budget, OffloadBudget, "OffloadBudget(vram_gb=12)"),
+        ("modulation", modulation, ModulationPlan, "a ModulationPlan"),
+        ("plan", plan, ResidencyPlan, "the residency_plan of an earlier manager"),
+        ("pinning", pinning, HostPinning, "HostPinning()"),
+        ("shared_masters", shared_masters, SharedMasters, "SharedMasters.create()"),
+    ):
+        if option is not None and not isinstance(option, kind):
+            raise RequestError(
+                f"{name}={option!r} was asked for offloading",
+                limit=f"Only {kind.__name__} and None are taken there",
+                way_out=f"Pass {example}, or leave it out",
+            )
+    if budget is not None:
+        budget.check_host(module_bytes(model))
 
 
 def check_request(model: nn.Module, config: OffloadConfig) -> None:

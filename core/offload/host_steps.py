@@ -54,6 +54,7 @@ class HostSteps:
         self._gradients = gradients
         self._transfer = transfer
         self._updates = updates
+        self._find = find
         self._fused = FusedSteps(find, before_change=updates.finish_all)
         self._overlapped: OverlappedSteps | None = None
 
@@ -66,6 +67,13 @@ class HostSteps:
             RequestError: If it cannot be overlapped; the earlier overlap stays then.
         """
         check_overlap(optimizer, accumulation_steps=accumulation_steps, finish=finish)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if all(self._find(parameter) is None for parameter in parameters):
+            raise RequestError(
+                f"overlap_optimizer() was asked for a {type(optimizer).__name__} of other parameters",
+                limit="None of them is a parameter of this manager's model whose home is the host",
+                way_out="Pass the optimizer that was made of model.parameters()",
+            )
         if self._overlapped is not None:
             self._overlapped.remove()
         self._overlapped = OverlappedSteps(

@@ -16,7 +16,16 @@ from torch.optim import Optimizer
 
 from ..errors import OffloadError
 from ..module_hooks import install_hook, remove_hook
-from .attach import check_request, collect, make_dicts, make_units, set_dict, set_limits, take_over
+from .attach import (
+    check_options,
+    check_request,
+    collect,
+    make_dicts,
+    make_units,
+    set_dict,
+    set_limits,
+    take_over,
+)
 from .budget import OffloadBudget
 from .checks import check_model
 from .config import OffloadConfig
@@ -34,7 +43,7 @@ from .saved_tensors import check_torch
 from .shared_masters import SharedMasters
 from .stats import OffloadStats, take_snapshot
 from .tuner import ResidencyTuner, apply_plan, lower_residency
-from .units import has_forward, module_bytes, owned_tensors, plan_units
+from .units import has_forward, owned_tensors, plan_units
 from .unobserved import unobserved
 
 
@@ -120,9 +129,8 @@ class OffloadTrainingManager:
         )
         check_torch()
         check_model(model)
+        check_options(model, budget, modulation, plan, pinning, shared_masters)
         check_request(model, config)
-        if budget is not None:
-            budget.check_host(module_bytes(model))
         if modulation is not None:
             self.modulation_cache = make_cache(model, modulation, self.forward_scope, config.target_device)
         take_over(model, self)
@@ -145,8 +153,8 @@ class OffloadTrainingManager:
         elif self._engine is not None:
             self._engine.settle()
             self._engine.end_all_tasks()
-            self._engine.transfer.clock.end(self._engine.transfer.moved_bytes)
-            if self.tuner is not None:
+            has_run = self._engine.transfer.clock.end(self._engine.transfer.moved_bytes)
+            if self.tuner is not None and has_run:
                 self.tuner.after_step()
             if self._prefetch_next_forward:
                 start_next_forward(self._engine)
@@ -275,12 +283,12 @@ class OffloadTrainingManager:
         try:
             with unobserved():
                 self._manage(model, engine)
+            set_limits(engine)
+            if self._plan is not None:
+                apply_plan(engine, self._plan)
         except BaseException:
             self.remove()
             raise
-        set_limits(engine)
-        if self._plan is not None:
-            apply_plan(engine, self._plan)
 
     def _manage(self, model: nn.Module, engine: Engine) -> None:
         cache = self.modulation_cache

@@ -108,14 +108,15 @@ class StepClock:
         if len(self._open.waits) > _MAX_OPEN_WAITS:
             self._open.collect()
 
-    def end(self, moved: tuple[int, int]) -> None:
-        """End the step, if one is open."""
+    def end(self, moved: tuple[int, int]) -> bool:
+        """End the step, if one is open; return whether one was."""
         span, self._open = self._open, None
         if span is not None:
             span.stop = self.mark()
             span.moved = moved[0] - span.moved[0], moved[1] - span.moved[1]
             self._ended.append(span)
             self.read(wait=False)
+        return span is not None
 
     def read(self, *, wait: bool) -> None:
         """Add the steps that are over to the sums; with ``wait`` all that have ended."""

@@ -9,6 +9,7 @@ What this module does not do: the arithmetic is in ``planner``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -90,12 +91,24 @@ class ResidencyTuner:
         """Note that a forward and its backward are over.
 
         Raises:
-            RequestError: If the budget is too small for this step.
+            RequestError: If the budget is too small for this step; the next one is then measured anew.
         """
         if self.is_done:
             return
         self._num_steps += 1
         step_s, timer = self._stop()
+        try:
+            self._use_step(timer, step_s)
+        except RequestError:
+            # Whoever goes on with a smaller step is asked to keep to the budget again: the next is measured.
+            self._num_steps = 1
+            self._timed.clear()
+            raise
+        finally:
+            if not self.is_done:
+                self._start()
+
+    def _use_step(self, timer: StepTimer, step_s: float) -> None:
         if self._num_steps == 2:
             self._profile = self._measure(timer, step_s)
             self._apply(self._profile)
@@ -104,8 +117,6 @@ class ResidencyTuner:
             self._timed.append((step_s, passes_s))
         if len(self._timed) == _NUM_TIMED_STEPS:
             self._correct()
-            return
-        self._start()
 
     def _correct(self) -> None:
         assert self._profile is not None and self.plan is not None
@@ -210,7 +221,9 @@ class ResidencyTuner:
 
     def _measure_link(self) -> float:
         """Return bytes a second of copies of the largest bucket."""
-        bucket = max(self._engine.store.buckets, key=lambda each: each.nbytes)
+        bucket = max(self._engine.store.buckets, key=lambda each: each.nbytes, default=None)
+        if bucket is None:  # all of the model is trained on the target
+            return math.inf
         return self._engine.transfer.measure_link(bucket.host, num_copies=_NUM_LINK_COPIES)
 
 

@@ -163,6 +163,8 @@ def test_requests_that_are_refused():
     with pytest.raises(RequestError, match="hooks"):
         manager.overlap_optimizer(optimizer)
     handle.remove()
+    with pytest.raises(RequestError, match="of other parameters"):
+        manager.overlap_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()))
     resident = OffloadTrainingManager(nn.Linear(WIDTH, WIDTH), "cpu")
     with pytest.raises(RequestError, match="enable_optimizer_cpu_offload"):
         resident.overlap_optimizer(optimizer)

@@ -217,10 +217,61 @@ def test_bad_budgets_are_refused():
     model = Blocks()
     with pytest.raises(RequestError, match="of host memory"):
         OffloadTrainingManager(model, "cpu", budget=OffloadBudget(ram_gb=ONE / GB))
-    plan = plan_for(model, 5)
+    for option in ("budget", "plan", "pinning", "modulation", "shared_masters"):
+        with pytest.raises(RequestError, match=f"{option}=12"):
+            OffloadTrainingManager(model, "cpu", **{option: 12})
+    assert type(model.adapter.__dict__["_parameters"]) is dict
+
+
+def test_a_plan_of_another_model_leaves_the_model_alone():
+    plan = plan_for(Blocks(), 5)
+    model = nn.Linear(2, 2)
     with pytest.raises(RequestError, match="none of that name"):
-        OffloadTrainingManager(nn.Linear(2, 2), "cpu", plan=plan)
-    manager = OffloadTrainingManager(model, "cpu", budget=OffloadBudget(vram_gb=1e-9))
+        OffloadTrainingManager(model, "cpu", plan=plan)
+    assert type(model.__dict__["_parameters"]) is dict and "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("grows_at", [1, 5], ids=["when measured", "when corrected"])
+def test_whoever_goes_on_with_a_budget_that_was_too_small_is_asked_again(monkeypatch, grows_at):
+    """The training stays exact, and a smaller step is planned as if it were the first."""
+    plain, model = Blocks(), Blocks()
+    manager = OffloadTrainingManager(model, "cpu", budget=budget(5))
+    refused = []
+    for seed in range(14):
+        needed = budget(9).vram_gb * GB if grows_at <= seed < 8 else 0
+        monkeypatch.setattr(
+            type(manager.tuner), "_measure_other_bytes", lambda *_, needed=needed: int(needed)
+        )
+        monkeypatch.setattr(type(manager.tuner), "_seen_other_bytes", lambda _, needed=needed: int(needed))
+        try:
+            step(model, manager, seed)
+        except RequestError:
+            refused.append(seed)
+        gradients = [p.grad for p in model.adapter.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain, seed=seed)[1:], strict=True))
+    assert refused == list(range(grows_at, 8))
+    assert manager.tuner.is_done and manager.residency_plan.num_resident_blocks >= 4
+
+
+def test_a_model_that_stays_as_a_whole_has_a_plan_too():
+    for model in (nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU())):
+        manager = OffloadTrainingManager(model, "cpu", budget=OffloadBudget(vram_gb=1))
+        for _ in range(7):
+            manager.after_backward()  # no step: nothing has run
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            model(x).sum().backward()
+            manager.after_backward()
+        if any(True for _ in model.parameters()):
+            assert manager.residency_plan.num_blocks == 0
+
+
+def test_only_steps_count():
+    model = Blocks()
+    manager = OffloadTrainingManager(model, "cpu", budget=budget(5))
+    for _ in range(9):
+        manager.after_backward()
+    assert manager.residency_plan is None
     step(model, manager)
-    with pytest.raises(RequestError, match="With everything streamed this step needs"):
-        step(model, manager)
+    assert manager.residency_plan is None
+    step(model, manager)
+    assert manager.residency_plan.num_blocks == COUNT
