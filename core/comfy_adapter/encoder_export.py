@@ -14,19 +14,22 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
-from ..parallel import dotted_path
+from ..parallel import ModelPlan, dotted_path
 from . import quantized
 from .model_export import linear_operations, named_tensors
+from .quantized_parts import find_unaligned, find_uncuttable, find_unscaled
 
 _T5 = "comfy.text_encoders.t5.T5"
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 
 
-def describe_encoder(transformer: Any, *, patch_prefix: str) -> dict[str, Any]:
+def describe_encoder(transformer: Any, plan: ModelPlan, *, gpus: int, patch_prefix: str) -> dict[str, Any]:
     """Return the message from which a worker builds the same, empty transformer.
 
     Args:
         transformer: ``SDClipModel.transformer``.
+        plan: The plan of its class.
+        gpus: How many workers share its weights.
         patch_prefix: How names of its weights begin in patches of the CLIP.
 
     Raises:
@@ -37,7 +40,8 @@ def describe_encoder(transformer: Any, *, patch_prefix: str) -> dict[str, Any]:
         if is_traceable_wrapper_subclass(tensor):
             layout = getattr(tensor, "_layout_cls", "")
             raise _refusal(transformer, f"{name} is a {type(tensor).__name__} {layout}".rstrip())
-    uncut = quantized.find_uncuttable(transformer)
+    uncut = find_uncuttable(transformer) or find_unscaled(transformer)
+    uncut = uncut or find_unaligned(transformer, plan, gpus)
     if uncut is not None:
         raise _refusal(transformer, uncut)
     is_mixed = any(map(quantized.is_mixed_linear, transformer.modules()))
@@ -108,6 +112,6 @@ def _activation_name(transformer: nn.Module, feed_forward: Any) -> str:
 def _refusal(transformer: nn.Module, what: str) -> RequestError:
     return RequestError(
         f"sharing the weights of the text encoder {type(transformer).__name__} was asked, but {what}",
-        limit="Workers share plain weights of text encoders and, in newer ComfyUI, scaled fp8",
+        limit="Workers share plain weights and, with newer ComfyUI, those in fp8, int8, mxfp8 and nvfp4",
         way_out="Load an unquantized or fp8 file of it, or encode on one GPU",
     )

@@ -214,8 +214,8 @@ def _encoder_parts(stage: nn.Module, gpus: int) -> dict[str, WorkerPart]:
             continue
         plan = find_text_encoder_plan(dotted_path(module))
         prefix = f"{path}."
-        description = describe_encoder(module, patch_prefix=prefix)
         validate_model(plan, module, dims)
+        description = describe_encoder(module, plan, gpus=gpus, patch_prefix=prefix)
         parts[path] = WorkerPart(
             owner=module,
             module=module,

@@ -21,7 +21,7 @@ from .model_export import class_path, describe_model
 from .model_stream import release_stream, stream_of
 from .parallel_run import ParallelRun
 from .patch_messages import encode_patches
-from .quantized import check_sharing
+from .quantized_parts import check_sharing
 from .remote_forward import RemoteInjection, sendable_options
 from .remote_patcher import RemotePatcher
 from .running_trainings import executing_node_id

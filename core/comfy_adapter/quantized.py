@@ -1,9 +1,7 @@
-"""Weights that newer ComfyUI keeps quantized: as plain tensors and a description, and back; and their parts.
+"""Weights that newer ComfyUI keeps quantized: as plain tensors and a description, and back.
 
-Such models are built from ``comfy.ops.mixed_precision_ops`` and hold a weight as a ``QuantizedTensor``.
-What a layout does to a layer's *input* decides how work may be shared without changing a number: a scale
-that is fixed, or measured for each token, is the same on every rank; one measured over all tokens is not.
-Weights of scaled fp8 have one scale and can be cut; the scales of the other layouts belong to rows or blocks.
+Such models are built from ``comfy.ops.mixed_precision_ops`` and hold a weight as a ``QuantizedTensor``. Their
+parts are in ``quantized_parts``.
 """
 
 from __future__ import annotations
@@ -16,20 +14,16 @@ import comfy.ops
 import torch
 from torch import nn
 
-from ..errors import RequestError
-from ..parallel import ModelPlan, TensorPart, TensorShards, input_name, max_tensor_degree
-
 OPERATIONS = "mixed_precision_ops"
 _LINEAR = f"{OPERATIONS}.<locals>.MixedPrecisionOps.Linear"
-_CUTTABLE = frozenset({"TensorCoreFP8Layout", "TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout"})
-_PER_TOKEN = frozenset({"TensorWiseINT8Layout", "TensorCoreMXFP8Layout"})
-_FIXED_INPUT_ONLY = frozenset({"TensorCoreNVFP4Layout"})
-_LAYOUTS = _CUTTABLE | _PER_TOKEN | _FIXED_INPUT_ONLY
+INT8_LAYOUT = "TensorWiseINT8Layout"
+MXFP8_LAYOUT = "TensorCoreMXFP8Layout"
+NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
+_FP8_LAYOUTS = ("TensorCoreFP8Layout", "TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout")
+_LAYOUTS = frozenset({*_FP8_LAYOUTS, INT8_LAYOUT, MXFP8_LAYOUT, NVFP4_LAYOUT})
 # What loading a checkpoint sets on a layer, besides its parameters.
 _ATTRIBUTES = ("quant_format", "layout_type", "_full_precision_mm", "_full_precision_mm_config")
 _VALUES = ":values"
-# Products of fp8 take sizes that are multiples of it (torch.nn.functional.scaled_mm).
-_FP8_ALIGNMENT = 16
 
 
 def is_mixed_linear(layer: nn.Module) -> bool:
@@ -45,98 +39,11 @@ def is_quantized(tensor: Any) -> bool:
     )
 
 
-def max_cut(module: nn.Module, plan: ModelPlan, *, most: int) -> int:
-    """Return how many ranks, up to ``most``, may hold parts of a model's weights."""
-    if find_uncuttable(module) is not None:
-        return 1
-    most = min(most, max_tensor_degree(module, plan))
-    return next((tp - 1 for tp in range(2, most + 1) if find_unaligned(module, plan, tp) is not None), most)
-
-
-def find_uncuttable(module: nn.Module) -> str | None:
-    """Return which weight cannot be held in parts for how it is quantized, and why; None if there is none."""
-    for path, layer in module.named_modules():
-        weight: Any = layer._parameters.get("weight")
-        for name, parameter in layer._parameters.items() if is_mixed_linear(layer) else ():
-            if name not in ("weight", "bias") and parameter is not None and parameter.numel() > 1:
-                return f"{path}.{name} holds a value for each channel"
-        if not is_quantized(weight):
-            continue
-        if not is_mixed_linear(layer):
-            return f"{path}.weight is quantized, but a {type(layer).__name__}"
-        if weight._layout_cls not in _CUTTABLE:
-            return f"{path}.weight is a {weight._layout_cls}, whose scales belong to rows or blocks"
-        if any(scale.numel() > 1 for scale in _fields(weight)[0].values()):
-            return f"{path}.weight is a {weight._layout_cls} with several scales"
-    return None
-
-
-def find_unaligned(module: nn.Module, plan: ModelPlan, degree: int) -> str | None:
-    """Return which weight would be cut to a size that fp8 products do not take; None if there is none.
-
-    Args:
-        module: The model.
-        plan: The plan of its class.
-        degree: Ranks that share its weights.
-    """
-    multiplied = [
-        path
-        for path, layer in module.named_modules()
-        if is_quantized(layer._parameters.get("weight")) and not getattr(layer, "_full_precision_mm", False)
-    ]
-    for rank in range(degree) if multiplied else ():
-        parts = TensorShards(module, plan, degree=degree, rank=rank).parts
-        for path in multiplied:
-            part = parts.get(f"{path}.weight")
-            if part is not None and part.local_size % _FP8_ALIGNMENT and not part.size % _FP8_ALIGNMENT:
-                return f"{path}.weight would be cut to {part.local_size} of its {part.size} channels"
-    return None
-
-
-def check_sharing(module: nn.Module, *, plan: ModelPlan, tensor_degree: int) -> None:
-    """Check that sharing the work of a model among ranks changes none of its numbers.
-
-    Args:
-        module: The diffusion model.
-        plan: The plan of its class.
-        tensor_degree: Ranks that share its weights.
-
-    Raises:
-        RequestError: Naming the weight and its layout.
-    """
-    uncut = find_uncuttable(module) if tensor_degree > 1 else None
-    unaligned = find_unaligned(module, plan, tensor_degree) if tensor_degree > 1 and uncut is None else None
-    if unaligned is not None:
-        raise RequestError(
-            f"{input_name('tp')}={tensor_degree} was asked, but {unaligned}",
-            limit=f"GPUs multiply fp8 in multiples of {_FP8_ALIGNMENT} channels, and heads stay whole",
-            way_out=f"Set {input_name('tp')} so that every worker's heads have such a width, or load an "
-            "unquantized file",
-        )
-    if uncut is not None:
-        raise RequestError(
-            f"{input_name('tp')} above 1 was asked, but {uncut}",
-            limit="Weights with one scale (fp8) can be cut",
-            way_out=f"Set {input_name('tp')} to 1, or load an fp8 or unquantized file",
-        )
-    for path, layer in module.named_modules():
-        weight = layer._parameters.get("weight")
-        if not is_quantized(weight):
-            continue
-        layout = weight._layout_cls  # type: ignore[union-attr]
-        if layout in _FIXED_INPUT_ONLY and getattr(layer, "input_scale", None) is None:
-            raise RequestError(
-                f"parallel sampling was asked, but {path}.weight is a {layout} without an input scale",
-                limit="Its layer measures all tokens together, and each worker would see a part of them",
-                way_out="Load a file with input scales, or an fp8 or unquantized file",
-            )
-
-
 def plain_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that one parameter is made of, by name; itself if it is not quantized."""
     if not is_quantized(tensor):
         return {name: tensor}
-    scales, _ = _fields(tensor)
+    scales = scales_of(tensor)
     values = {f"{name}{_VALUES}": tensor._qdata}  # type: ignore[attr-defined]
     return values | {f"{name}:{field}": scale for field, scale in scales.items()}
 
@@ -217,23 +124,17 @@ def restore_layers(
     return joined
 
 
-def cut(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor | None:
-    """Return a rank's part of a parameter, quantized or not; the scale stays that of the whole."""
-    if not is_quantized(tensor):
-        return part.take(tensor)
-    values = part.take(tensor._qdata)  # type: ignore[attr-defined]
-    if values is None:
-        return None
-    params = dataclasses.replace(tensor._params, orig_shape=tuple(values.shape))  # type: ignore[attr-defined]
-    return type(tensor)(values.contiguous(), tensor._layout_cls, params)  # type: ignore[call-arg, attr-defined]
-
-
 def requantize(weight: torch.Tensor, values: torch.Tensor, seed: int) -> torch.Tensor:
     """Return changed values quantized as ``weight`` is, by what ComfyUI's layer does (``set_weight``)."""
     changed: Any = weight.requantize_from_float(  # type: ignore[operator]
         values, scale="recalculate", stochastic_rounding=seed, inplace_ops=True
     )
     return changed.to(weight.dtype)
+
+
+def scales_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that a quantized tensor's layout keeps besides its values, by name."""
+    return _fields(tensor)[0]
 
 
 def _describe(parameter: torch.Tensor) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from .model_export import named_parameters
 from .patch_arithmetic import lora_dtype, rounding_seed
 from .patch_messages import PREFIX, decode_patches
 from .patched_blocks import PatchedBlocks
+from .quantized_parts import cut, install_row_ranges
 from .sent_tensors import unpack
 from .worker_forward import WorkerForward
 from .worker_stream import WorkerStream
@@ -136,7 +137,7 @@ class WorkerModel:
             return sorted(self.patched)
 
         def patched(name: str) -> torch.Tensor | None:
-            # Patched whole and then cut: a rank has the very numbers of the whole, stochastic rounding too.
+            # Patched whole, then cut: a rank has the very numbers of the whole, stochastic rounding too.
             whole = self._patched_weight(name, patches[name], self.weights[name])
             self.progress.mark()
             return self._part(name, whole, own_memory=True)
@@ -198,7 +199,7 @@ class WorkerModel:
         """Return what this rank holds of a tensor, on its device; None if another rank holds all of it."""
         if self.shards is None or name not in self.shards.parts:
             return whole.to(self.home)
-        part = quantized.cut(whole, self.shards.parts[name])
+        part = cut(whole, self.shards.parts[name])
         if part is None:
             return None
         if own_memory:  # a view would keep the whole weight on the device
@@ -223,9 +224,9 @@ class WorkerModel:
 
             def apply(weight: torch.Tensor) -> torch.Tensor:
                 # Patched whole and then cut, see above.
-                cut = quantized.cut(self._patched_weight(name, entries, self.weights[name]), part)
-                assert cut is not None
-                return cut.contiguous()
+                local = cut(self._patched_weight(name, entries, self.weights[name]), part)
+                assert local is not None
+                return local.contiguous()
 
             return apply
 
@@ -277,7 +278,9 @@ def _tensor_parallel(module: nn.Module, plan: ModelPlan, layout: RankLayout) -> 
     if group is None:
         return None
     degree, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    return TensorParallelHandle(TensorShards(module, plan, degree=degree, rank=rank), group)
+    shards = TensorShards(module, plan, degree=degree, rank=rank)
+    install_row_ranges(module, shards, group)
+    return TensorParallelHandle(shards, group)
 
 
 def _whole_weights(
@@ -288,13 +291,11 @@ def _whole_weights(
     if "quantized" in description:
         weights = quantized.restore_layers(module, description["quantized"], tensors)
     expected = named_parameters(module)
-    if expected.keys() != weights.keys():
-        raise ValueError(
-            f"the model was built with other tensors: {sorted(expected.keys() ^ weights.keys())}"
-        )
+    others = sorted(expected.keys() ^ weights.keys())
+    if others:
+        raise ValueError(f"the model was built with other tensors: {others}")
     for name, tensor in weights.items():
         if expected[name].shape != tensor.shape:
-            raise ValueError(
-                f"{name} was built {tuple(expected[name].shape)}, received {tuple(tensor.shape)}"
-            )
+            shapes = f"{tuple(expected[name].shape)}, received {tuple(tensor.shape)}"
+            raise ValueError(f"{name} was built {shapes}")
     return weights

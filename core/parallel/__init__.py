@@ -5,6 +5,7 @@ Works on any ``torch`` module whose class has a plan. Plain PyTorch: it knows no
 
 from .attention.cudnn import with_cudnn
 from .batch import batch_size, join_batch, split_batch
+from .collectives import all_reduce
 from .compiled_blocks import CompiledBlocks, repeated_blocks
 from .cost_model import AttentionWork, DenoiserWork, Machine, Prediction, predict
 from .cp_plan import CpPlanHandle, parallelize_cp_plan
@@ -26,6 +27,7 @@ from .tensor_units import max_tensor_degree
 from .tp_plan import read_tp_plan
 
 __all__ = [
+    "all_reduce",
     "batch_size",
     "join_batch",
     "split_batch",

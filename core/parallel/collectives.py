@@ -122,17 +122,20 @@ def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.Proces
     return torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
 
 
-def all_reduce(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, *, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
     """Return the sum of the ranks' tensors of one shape; all ranks of ``group`` must call.
 
     Args:
         tensor: Overwritten by the sum if it is contiguous.
         group: The ranks.
+        op: What is computed instead of the sum.
     """
     refuse_gradients(tensor)
     total = tensor.contiguous()
     with waiting(tensor.device):
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, op=op, group=group)
     return total
 
 

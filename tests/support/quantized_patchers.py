@@ -24,7 +24,7 @@ def quantized_patcher(
 
     Args:
         kind: Of ``PATCHERS``.
-        form: A name of ``comfy.quant_ops.QUANT_ALGOS``.
+        form: A name of ``comfy.quant_ops.QUANT_ALGOS``, or "int8 by channels" (a scale for each row).
         input_scales: Whether every second layer has one for its input (all of them in nvfp4).
         dtype: Of the rest, and of all arithmetic.
         load_device: Where it computes.
@@ -48,12 +48,14 @@ def quantized_state(module: nn.Module, form: str, input_scales: bool = True) -> 
     """Return a model's weights as a file holds them in which the blocks' Linear layers are quantized."""
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
+    more = {"per_channel": True} if form == "int8 by channels" else {}
+    form = "int8_tensorwise" if more else form
     state = dict(module.state_dict())
     for number, (path, layer) in enumerate(module.named_modules()):
         if not isinstance(layer, nn.Linear) or "block" not in path:
             continue
         weight = QuantizedTensor.from_float(
-            layer.weight.detach(), QUANT_ALGOS[form]["comfy_tensor_layout"], scale="recalculate"
+            layer.weight.detach(), QUANT_ALGOS[form]["comfy_tensor_layout"], scale="recalculate", **more
         )
         state.update(weight.state_dict(f"{path}.weight"))
         text = json.dumps({"format": form}).encode()

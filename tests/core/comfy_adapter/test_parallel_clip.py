@@ -66,19 +66,20 @@ def test_prompts_are_those_of_one_process() -> None:
 
 
 def test_quantized_prompts_are_those_of_one_process() -> None:
-    """fp8 with one scale for a weight is cut, with a LoRA on it; scales of rows are refused by name."""
+    """fp8 and int8 are cut with their scales, also under a LoRA; a run with one scale is not cut in two."""
     from comfyui_ferry.core.comfy_adapter import make_parallel_clip
 
     if not is_newer_comfyui():
         pytest.skip("0.3.75 holds quantized weights in another way")
-    clip = tiny_prompt_clip(form="float8_e4m3fn")
-    plain, patched = encode(clip), encode(with_patches(clip))
-    assert (plain[0][0] - encode(tiny_prompt_clip())[0][0]).abs().max() > 1e-3  # it is quantized
-    parallel = make_parallel_clip(clip, gpus=3)
-    check(encode(parallel), plain)
-    check(encode(with_patches(parallel)), patched)
-    with pytest.raises(RequestError, match=r"\.weight is a TensorWiseINT8Layout, whose scales"):
-        make_parallel_clip(tiny_prompt_clip(form="int8_tensorwise"), gpus=2)
+    for form in ("float8_e4m3fn", "int8 by channels"):
+        clip = tiny_prompt_clip(form=form)
+        plain, patched = encode(clip), encode(with_patches(clip))
+        assert (plain[0][0] - encode(tiny_prompt_clip())[0][0]).abs().max() > 1e-3  # it is quantized
+        parallel = make_parallel_clip(clip, gpus=3)
+        check(encode(parallel), plain)
+        check(encode(with_patches(parallel)), patched)
+    with pytest.raises(RequestError, match=r"\.weight would be cut at channel .*, inside a run of 32"):
+        make_parallel_clip(tiny_prompt_clip(form="mxfp8"), gpus=2)
 
 
 def test_each_worker_holds_its_part() -> None:

@@ -45,8 +45,8 @@ ROWS = (
     PartRow("Gemma3_12B", "LTX-2", ("Gemma 3",), newer_only=True),
 )
 INTRO = """\
-By *Parallel Text Encoder* (tensor parallel, uneven heads, padded prompts); scaled fp8 with ComfyUI 0.33 as
-well (`tests/core/comfy_adapter/test_parallel_clip.py`)."""
+By *Parallel Text Encoder* (tensor parallel, uneven heads, padded prompts); scaled fp8 and int8 with
+ComfyUI 0.33 as well (`tests/core/comfy_adapter/test_parallel_clip.py`)."""
 # Case -> ranks -> error, of this run.
 SEEN: dict[str, dict[int, float]] = {}
 
