@@ -48,6 +48,13 @@ class Segment:
             return self.tensors[0].version()
         return sum(tensor.version() for tensor in self.tensors)
 
+    def is_constant(self) -> bool:
+        """Return whether only frozen parameters use it: nothing that a forward or an optimizer changes."""
+        return all(
+            not tensor.is_trainable and all(entry.is_parameter for entry in tensor.entries)
+            for tensor in self.tensors
+        )
+
     def on_device(self, device: torch.device) -> torch.Tensor:
         """Return these bytes on another device; the same copy for every tensor of the segment."""
         if self._elsewhere is None or self._elsewhere.device != device:
@@ -100,11 +107,8 @@ class Bucket:
         return self.region is not None and self.region.is_pageable
 
     def is_constant(self) -> bool:
-        """Return whether it holds frozen parameters only: nothing that a forward or an optimizer changes."""
-        entries = [entry for tensor in self.tensors for entry in tensor.entries]
-        return all(entry.is_parameter for entry in entries) and not any(
-            tensor.is_trainable for tensor in self.tensors
-        )
+        """Return whether all of its segments are."""
+        return all(segment.is_constant() for segment in self.segments)
 
     def place(self, region: HostRegion) -> None:
         """Give the masters their memory."""

@@ -31,6 +31,7 @@ from .pinning import HostPinning
 from .segments import align
 
 CHUNK_BYTES = 512 * 2**20
+_GB = 10**9
 
 
 class ArenaFullError(OffloadError):
@@ -127,7 +128,8 @@ class PinnedArena:
 
         Raises:
             ArenaFullError: If the arena was not made for it.
-            OffloadError: If pinning the chunk before it, now full, fails for another reason than a limit.
+            OffloadError: If pinning the chunk before it, now full, fails for another reason than a limit, or
+                the system has no memory for the next.
         """
         needed = align(nbytes)
         chunk = self._chunks[-1] if self._chunks else None
@@ -140,11 +142,21 @@ class PinnedArena:
                     f"holds {self.allocated_bytes} bytes. Make the arena for all sizes that go into it."
                 )
             chunk_bytes = self._planned.pop(0)
-            chunk = _Chunk(chunk_bytes, self._reserve(chunk_bytes))
+            chunk = _Chunk(chunk_bytes, self._take(chunk_bytes))
             self._chunks.append(chunk)
         region = HostRegion(chunk, chunk.used_bytes, nbytes)
         chunk.used_bytes += needed
         return region
+
+    def _take(self, nbytes: int) -> mmap.mmap:
+        try:
+            return self._reserve(nbytes)
+        except OSError as error:
+            raise OffloadError(
+                f"The system refused {nbytes / _GB:.2f} GB of host memory for weights ({error.strerror}); "
+                f"{self.allocated_bytes / _GB:.2f} GB were there before. Free host memory, raise the limits "
+                "of the process or container, or load the model in a smaller dtype (fp8)."
+            ) from error
 
     def seal(self) -> None:
         """Pin the last chunk; call when everything is filled.

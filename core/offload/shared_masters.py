@@ -1,8 +1,9 @@
 """Host memory for masters that several processes map: one copy of the weights for all of them.
 
 The process that made it fills it; the others find the same weights there and copy nothing. Each process
-pins its own mapping. Only frozen parameters go there: what one process may change (trained weights,
-buffers) stays in its own memory. An in-place change of a shared parameter reaches every process.
+pins its own mapping. All frozen parameters go there, also those of a unit with trained weights or buffers
+in it: these, which one process may change, stay in its own memory and move in a copy of their own. An
+in-place change of a shared parameter reaches every process.
 
 The first page holds a digest of the layout and says whether the weights are in, so that a process with
 another model, or one that comes too early, is refused.

@@ -160,7 +160,10 @@ class Store:
                 )
 
     def _make_buckets(self, segments: list[Segment]) -> list[Bucket]:
-        """One bucket for each unit, and one for each cluster that several units use."""
+        """One bucket for each unit, and one for each cluster that several units use.
+
+        With shared masters, what of a unit is the process's own has one besides.
+        """
         by_users: dict[tuple[int, ...], list[list[Segment]]] = {}
         for cluster in _clusters(segments):
             modules = [entry.module for s in cluster for t in s.tensors for entry in t.entries]
@@ -169,9 +172,13 @@ class Store:
         units = {id(unit): unit for unit in self.units.values()}
         buckets = []
         for users, clusters in by_users.items():
-            groups = [list(itertools.chain(*clusters))] if len(users) == 1 else clusters
+            groups = clusters
+            if len(users) == 1:
+                parts = [clusters] if self.shared_masters is None else _constant_and_own(clusters)
+                groups = [list(itertools.chain(*part)) for part in parts]
             for group in groups:
-                name = units[users[0]].path if len(users) == 1 else group[0].tensors[0].path
+                is_unit = len(users) == 1 and group is groups[0]
+                name = units[users[0]].path if is_unit else group[0].tensors[0].path
                 bucket = Bucket(name, group)
                 buckets.append(bucket)
                 for user in users:
@@ -252,6 +259,13 @@ def _segments_of(tensors: Sequence[ManagedTensor]) -> list[Segment]:
     for index, (tensor, _) in enumerate(leaves):
         tensor.places.append(places[index])
     return segments
+
+
+def _constant_and_own(clusters: list[list[Segment]]) -> list[list[list[Segment]]]:
+    """Part clusters that several processes may share from the others."""
+    constant = [cluster for cluster in clusters if all(segment.is_constant() for segment in cluster)]
+    own = [cluster for cluster in clusters if not all(segment.is_constant() for segment in cluster)]
+    return [part for part in (constant, own) if part]
 
 
 def _clusters(segments: list[Segment]) -> list[list[Segment]]:

@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 from comfyui_ferry.core.errors import OffloadError
-from comfyui_ferry.core.offload import OffloadTrainingManager
+from comfyui_ferry.core.offload import OffloadTrainingManager, pinned_arena
 from comfyui_ferry.core.offload.pinned_arena import ArenaFullError, PinnedArena
 from comfyui_ferry.core.offload.segments import ALIGNMENT_BYTES
 from torch import nn
@@ -29,6 +29,17 @@ def test_it_is_bounded():
     arena.allocate(64), arena.allocate(64)
     with pytest.raises(ArenaFullError, match="1 bytes were asked"):
         arena.allocate(1)
+
+
+def test_memory_that_the_system_refuses_is_named_and_the_model_is_left_alone(monkeypatch):
+    def refuse(nbytes):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(pinned_arena, "_map_memory", refuse)
+    model = nn.Linear(3, 3)
+    with pytest.raises(OffloadError, match=r"refused .* GB of host memory .*Cannot allocate"):
+        OffloadTrainingManager(model, "cpu", True)
+    assert type(model.__dict__["_parameters"]) is dict and model.weight.abs().sum() > 0
 
 
 def test_chunks_are_bounded_and_a_large_region_has_its_own():
