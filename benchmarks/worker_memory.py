@@ -1,13 +1,16 @@
 """Host memory of ComfyUI and its CPU workers from a file to a picture: the peak and what stays.
 
     COMFYUI_PATH=... python benchmarks/worker_memory.py [--megabytes 400] [--lora] [--fp8] [--quantized FORM]
+        [--mesh ulysses=2] [--share 0.5]
 
 A Wan-like model of random weights is written to a file, loaded by a loader, made parallel over two workers
 and sampled once, while the proportional set size (PSS) of all processes together is read every 10 ms. What
 they take besides is measured before, with a model of no size, and subtracted. Every row runs in a process of
 its own. ``--lora`` patches every Linear layer. CPU workers hold patched weights in ordinary memory, those
 on GPUs hold them in the GPU's; in the row with a budget weights stream, and a block is patched as it comes.
-``--quantized`` writes a file as newer ComfyUI quantizes (``float8_e4m3fn``).
+``--quantized`` writes a file as newer ComfyUI quantizes (``float8_e4m3fn``). ``--mesh tensor=2`` cuts
+them. ``--share`` says how much of the file the row with a budget lets each worker hold; what it held
+(elsewhere a GPU's memory) is printed and counted in.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -85,7 +89,16 @@ def watching() -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def load(row: str, name: str, *, fp8: bool) -> Any:
+def degrees(mesh: str) -> dict[str, int]:
+    """Return the inputs of Parallel Model for ``tensor=2,ulysses=2``."""
+    asked = {"cfg": 1, "ulysses": 1, "tensor_parallel": 1}
+    for each in mesh.split(","):
+        name, _, size = each.partition("=")
+        asked["tensor_parallel" if name == "tensor" else name] = int(size)
+    return {"gpus": math.prod(asked.values()), **{f"{name}_degree": size for name, size in asked.items()}}
+
+
+def load(row: str, name: str, *, fp8: bool, budget: float) -> Any:
     import folder_paths
     from comfyui_ferry.core.comfy_adapter import load_offloaded
 
@@ -96,16 +109,16 @@ def load(row: str, name: str, *, fp8: bool) -> Any:
         if row == "stock loader":
             return nodes.UNETLoader().load_unet(name, dtype)[0]
         path = folder_paths.get_full_path("diffusion_models", name)
-        share = 0.5 * os.path.getsize(path) / 2**30 if "budget" in row else 0.0
+        share = budget * os.path.getsize(path) / 2**30 if "budget" in row else 0.0
         return load_offloaded(name, weight_dtype=dtype, vram_gb=share, prefetch_depth=0)
 
 
-def run(row: str, folder: str, *, lora: bool, fp8: bool) -> None:
+def run(row: str, folder: str, *, lora: bool, fp8: bool, mesh: str, share: float) -> None:
     """Measure one row and print it."""
     set_up()
     import folder_paths
-    from comfyui_ferry.core.comfy_adapter import close_workers
-    from ferry_support.sampling import ULYSSES_2, parallel, sample, with_lora
+    from comfyui_ferry.core.comfy_adapter import close_workers, worker_groups
+    from ferry_support.sampling import parallel, sample, with_lora
     from ferry_support.tiny_patchers import PATCHERS
 
     torch.set_num_threads(1)
@@ -114,7 +127,7 @@ def run(row: str, folder: str, *, lora: bool, fp8: bool) -> None:
     def picture(model: Any) -> None:
         prompt = [[torch.zeros(1, 7, model.model.diffusion_model.text_embedding[0].in_features), {}]]
         prompts = {"positive": prompt, "negative": prompt}
-        model = parallel(with_lora(model, everywhere=True) if lora else model, ULYSSES_2)
+        model = parallel(with_lora(model, everywhere=True) if lora else model, degrees(mesh))
         sample(model, "wan", steps=1, cfg=1.0, conditioning=prompts)
 
     def settle() -> int:
@@ -122,19 +135,21 @@ def run(row: str, folder: str, *, lora: bool, fp8: bool) -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         return pss_bytes()
 
-    picture(PATCHERS["wan"].build())
+    picture(PATCHERS["wan"].build(dim=48, num_heads=4))
     base, size = settle(), os.path.getsize(Path(folder, "model.safetensors"))
     with watching() as loading:
-        model = load(row, "model.safetensors", fp8=fp8)
+        model = load(row, "model.safetensors", fp8=fp8, budget=share)
     loaded = settle()
     with watching() as working:
         picture(model)
     end = settle()
     if fp8:  # of a file in another dtype
         size = sum(each.nbytes for each in model.model.diffusion_model.state_dict().values())
-    share = [(value - base) / size for value in (loading["peak"], loaded, working["peak"], end)]
-    print(f"{row:24} {size / 1e6:6.0f} MB; while loading {share[0]:.2f}x, loaded {share[1]:.2f}x; "
-          f"made parallel and sampled: peak {share[2]:.2f}x, after {share[3]:.2f}x")  # fmt: skip
+    held = [each.num_bytes for each in worker_groups._current.loaded.values() if each.streams]
+    parts = [(value - base) / size for value in (loading["peak"], loaded, working["peak"], end)]
+    print(f"{row:24} {size / 1e6:6.0f} MB; while loading {parts[0]:.2f}x, loaded {parts[1]:.2f}x; "
+          f"made parallel and sampled: peak {parts[2]:.2f}x, after {parts[3]:.2f}x"
+          + "".join(f"; each worker held {each / size:.3f}x" for each in held))  # fmt: skip
     close_workers()
 
 
@@ -162,6 +177,8 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--quantized", default="")
+    parser.add_argument("--mesh", default="ulysses=2")
+    parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     parser.add_argument("--row")
     parser.add_argument("--folder")
@@ -170,14 +187,16 @@ def main() -> None:
     if arguments.row == "write":
         write_model(arguments.folder, arguments.megabytes, arguments.quantized)
     elif arguments.row:
-        run(arguments.row, arguments.folder, lora=arguments.lora, fp8=arguments.fp8)
+        how = {name: getattr(arguments, name) for name in ("lora", "fp8", "mesh", "share")}
+        run(arguments.row, arguments.folder, **how)
     else:
         flags = [flag for flag in ("lora", "fp8") if getattr(arguments, flag)]
-        print(f"{arguments.megabytes} MB {' '.join(flags)} {arguments.quantized}", flush=True)
+        print(arguments.megabytes, "MB", *flags, arguments.quantized, arguments.mesh, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             for row in ("write", *arguments.rows):
                 command = [sys.executable, __file__, "--row", row, "--folder", folder]
                 command += ["--megabytes", str(arguments.megabytes), *(f"--{flag}" for flag in flags)]
+                command += ["--mesh", arguments.mesh, "--share", str(arguments.share)]
                 command += ["--quantized", arguments.quantized] if row == "write" else []
                 subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 

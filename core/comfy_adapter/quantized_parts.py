@@ -6,7 +6,7 @@ must also be what the whole multiplies, so the quantization of a layer's *input*
 - scaled fp8: one scale for the weight, a fixed one for inputs. Any cut.
 - int8: a scale for the weight or for each output channel, and one for each row of the input. A rank that has
   a part of the input channels sees a part of each row, so ranks agree on the largest value first
-  (``WholeRowRange``).
+  (``row_ranges``).
 - mxfp8 and nvfp4: a scale for each run of 32 or 16 input channels, of the weight and of the input. Input
   channels are cut between runs.
 """
@@ -14,26 +14,28 @@ must also be what the whole multiplies, so the quantization of a layer's *input*
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import comfy.ops
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from ..errors import RequestError
-from ..module_hooks import Forward, ModuleHook, hook_names, install_hook
-from ..parallel import ModelPlan, TensorPart, TensorShards, all_reduce, input_name, max_tensor_degree
+from ..parallel import (
+    ModelPlan,
+    TensorPart,
+    TensorShards,
+    input_name,
+    join_pieces,
+    max_tensor_degree,
+)
 from .quantized import INT8_LAYOUT, MXFP8_LAYOUT, NVFP4_LAYOUT, is_mixed_linear, is_quantized, scales_of
+from .row_ranges import layout_of, range_columns
 
 # Products of fp8 take sizes that are multiples of it (torch.nn.functional.scaled_mm).
 _FP8_ALIGNMENT = 16
-_INT8_ALIGNMENT = 16
-_HOOK = "whole_row_range"
-# Newer ComfyUI only: an int8 layer's product with the activation before it, past the layer's forward.
-_fused_activation = getattr(comfy.ops, "linear_input_act", None)
+Join = Callable[[Sequence[torch.Tensor], int], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +92,8 @@ def find_unaligned(module: nn.Module, plan: ModelPlan, degree: int) -> str | Non
         plan: The plan of its class.
         degree: Ranks that share its weights.
     """
-    layers = {path: layer for path, layer in module.named_modules() if _layout_of(layer)}
-    layers = {path: layer for path, layer in layers.items() if _layout_of(layer) != INT8_LAYOUT}
+    layers = {path: layer for path, layer in module.named_modules() if layout_of(layer)}
+    layers = {path: layer for path, layer in layers.items() if layout_of(layer) != INT8_LAYOUT}
     for rank in range(degree) if layers else ():
         parts = TensorShards(module, plan, degree=degree, rank=rank).parts
         for path, layer in layers.items():
@@ -105,7 +107,7 @@ def find_unaligned(module: nn.Module, plan: ModelPlan, degree: int) -> str | Non
 def find_unscaled(module: nn.Module) -> str | None:
     """Return which layer measures its whole input in one number, and why; None if there is none."""
     for path, layer in module.named_modules():
-        if _layout_of(layer) != NVFP4_LAYOUT or not _multiplies(layer):
+        if layout_of(layer) != NVFP4_LAYOUT or not _multiplies(layer):
             continue
         if getattr(layer, "input_scale", None) is None:
             return f"{path}.weight is a {NVFP4_LAYOUT} without an input scale"
@@ -148,82 +150,28 @@ def check_sharing(module: nn.Module, *, plan: ModelPlan, tensor_degree: int) -> 
         )
 
 
-def cut(tensor: torch.Tensor, part: TensorPart) -> torch.Tensor | None:
-    """Return a rank's part of a parameter, quantized or not; None if it holds none of it."""
-    if not is_quantized(tensor):
-        return part.take(tensor)
+def cut(tensor: torch.Tensor, part: TensorPart, *, join: Join = join_pieces) -> torch.Tensor | None:
+    """Return a rank's part of a parameter, quantized or not; None if it holds none of it.
+
+    Args:
+        tensor: The whole parameter.
+        part: What the rank holds.
+        join: Makes one tensor of pieces of stored values, in the given dim.
+    """
     if not part.ranges:
         return None
+    if not is_quantized(tensor):
+        return join(part.pieces(tensor), part.dim)
     weight: Any = tensor
     if weight._layout_cls in _BLOCKS:
-        return _cut_blocks(weight, part, _BLOCKS[weight._layout_cls])
-    values, scales = part.take(weight._qdata), scales_of(weight)
-    assert values is not None
+        return _cut_blocks(weight, part, _BLOCKS[weight._layout_cls], join)
+    pieces, scales = part.pieces(weight._qdata), scales_of(weight)
     if weight._layout_cls == INT8_LAYOUT and part.dim == 1:
-        values = functional.pad(values, (0, _range_columns(values.shape[1])))
+        pieces.append(weight._qdata.new_zeros(len(weight._qdata), range_columns(part.local_size)))
     elif part.dim == 0:
         scales = {name: _rows_of(scale, part) for name, scale in scales.items()}
+    values = join(pieces, part.dim)
     return _rebuilt(weight, values, tuple(values.shape), scales)
-
-
-def install_row_ranges(module: nn.Module, shards: TensorShards, group: dist.ProcessGroup) -> None:
-    """Let the layers with parts of rows in int8 measure whole rows (see ``WholeRowRange``).
-
-    For this, and for the sum over ranks, such layers must be called as modules. ComfyUI's fused feed-forward
-    does that from now on; the process is a worker's.
-
-    Args:
-        module: The model, its weights whole or cut.
-        shards: What this rank holds.
-        group: The ranks that hold the rest.
-    """
-    for path, layer in module.named_modules():
-        part = shards.parts.get(f"{path}.weight")
-        if part is not None and part.dim == 1 and _layout_of(layer) == INT8_LAYOUT:
-            install_hook(layer, _HOOK, WholeRowRange(group))
-            comfy.ops.linear_input_act = _call_hooked
-
-
-class WholeRowRange(ModuleHook):
-    """Gives an int8 layer with some input channels the range of all of them.
-
-    The layer rounds each row of its input by the row's largest value. That of the whole row is put behind the
-    rank's channels, where the weight has zeros (``cut``): the row is rounded as the whole one is, and the
-    product is that of the rank's channels.
-
-    Args:
-        group: The ranks that hold the other channels.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def run(self, forward: Forward, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Return the layer's output for ``args[0]``, ``[..., local channels]``."""
-        x, *rest = args
-        largest = x.abs().amax(-1, keepdim=True)
-        largest = all_reduce(largest.float(), group=self.group, op=dist.ReduceOp.MAX).to(x.dtype)
-        columns = _range_columns(x.shape[-1])
-        return forward(torch.cat([x, largest.expand(*x.shape[:-1], columns)], -1), *rest, **kwargs)
-
-
-def _call_hooked(linear: nn.Module, x: torch.Tensor, input_act: str) -> torch.Tensor:
-    """Return ``linear(activation(x))``, fused as ComfyUI does it if no hook is on the layer."""
-    if hook_names(linear):
-        return linear(comfy.ops.INPUT_ACT_EAGER[input_act](x))
-    assert _fused_activation is not None
-    return _fused_activation(linear, x, input_act)
-
-
-def _range_columns(channels: int) -> int:
-    """Return how many columns hold the range, so that the sizes stay those of the int8 kernels."""
-    return _INT8_ALIGNMENT - channels % _INT8_ALIGNMENT
-
-
-def _layout_of(layer: nn.Module) -> str:
-    """Return how a layer's weight is quantized, empty if it is not."""
-    weight: Any = layer._parameters.get("weight")
-    return weight._layout_cls if is_quantized(weight) else ""
 
 
 def _multiplies(layer: nn.Module) -> bool:
@@ -233,7 +181,7 @@ def _multiplies(layer: nn.Module) -> bool:
 
 def _misfit(layer: nn.Module, part: TensorPart) -> str | None:
     """Return why a weight of scaled fp8, mxfp8 or nvfp4 cannot be cut in this way; None if it can."""
-    blocks = _BLOCKS.get(_layout_of(layer))
+    blocks = _BLOCKS.get(layout_of(layer))
     if blocks is None:
         if _multiplies(layer) and part.local_size % _FP8_ALIGNMENT and not part.size % _FP8_ALIGNMENT:
             return f"would be cut to {part.local_size} of its {part.size} channels"
@@ -252,22 +200,24 @@ def _edges(part: TensorPart) -> Iterator[int]:
             yield stop
 
 
-def _cut_blocks(weight: Any, part: TensorPart, blocks: _Blocks) -> torch.Tensor:
+def _cut_blocks(weight: Any, part: TensorPart, blocks: _Blocks, join: Join) -> torch.Tensor:
     """Return a part of a weight whose scales belong to blocks and stand in cuBLAS's tiles."""
     from comfy_kitchen.float_utils import from_blocked, to_blocked  # newer ComfyUI only
 
     rows, channels = weight._params.orig_shape
     whole = getattr(weight._params, blocks.scales)
     scales = from_blocked(whole.view(torch.uint8), rows, -(-channels // blocks.length))
-    values = weight._qdata.view(torch.uint8)[:rows, : -(-channels // blocks.per_byte)]
-    values = _in_units(part, blocks.per_byte).take(values)
+    whole_values = weight._qdata.view(torch.uint8)[:rows, : -(-channels // blocks.per_byte)]
+    values = join(_in_units(part, blocks.per_byte).pieces(whole_values), part.dim)
     scales = _in_units(part, blocks.length).take(scales)
-    assert values is not None and scales is not None
+    assert scales is not None
     shape = (part.local_size, channels) if part.dim == 0 else (rows, part.local_size)
     # Rows and channels are stored in multiples of the block; the zeros beyond the weight are cut off again.
     stored = [-(-size // blocks.length) * blocks.length for size in shape]
     stored[1] //= blocks.per_byte
-    values = functional.pad(values, (0, stored[1] - values.shape[1], 0, stored[0] - values.shape[0]))
+    if list(values.shape) != stored:
+        values = join_pieces(_in_units(part, blocks.per_byte).pieces(whole_values), part.dim)
+        values = functional.pad(values, (0, stored[1] - values.shape[1], 0, stored[0] - values.shape[0]))
     tiles = to_blocked(scales, flatten=False).view(whole.dtype)
     return _rebuilt(
         weight, values.view(weight._qdata.dtype), shape, scales_of(weight) | {blocks.scales: tiles}

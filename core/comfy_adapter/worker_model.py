@@ -19,8 +19,6 @@ from ..parallel import (
     ModelPlan,
     ParallelHandle,
     RankLayout,
-    TensorParallelHandle,
-    TensorShards,
     install_parallel,
 )
 from ..plans import find_plan
@@ -31,7 +29,7 @@ from .model_export import named_parameters
 from .patch_arithmetic import lora_dtype, rounding_seed
 from .patch_messages import PREFIX, decode_patches
 from .patched_blocks import PatchedBlocks
-from .quantized_parts import cut, install_row_ranges
+from .rank_weights import RankWeights, find_tensor_handle
 from .sent_tensors import unpack
 from .worker_forward import WorkerForward
 from .worker_stream import WorkerStream
@@ -63,14 +61,13 @@ class WorkerModel:
         self.device = device
         self.progress = progress or ProgressCounter(None, device)
         self.layout = layout
-        # Where this rank's weights are while it does not compute.
-        self.home = device if stream is None else torch.device("cpu")
         self.module = self._build(description)
         self.prefix: str = description.get("patch_prefix", PREFIX)
         self.weights = _whole_weights(self.module, description, weights)
         plan = self._find_plan(description["class_path"])
-        tensor = _tensor_parallel(self.module, plan, layout)
-        self.shards = None if tensor is None else tensor.shards
+        tensor = find_tensor_handle(self.module, plan, layout)
+        shards = None if tensor is None else tensor.shards
+        self.held = RankWeights(shards, device, streams=stream is not None)
         self._assign()
         self.patched: set[str] = set()
         self.kept: dict[int, torch.Tensor] = {}
@@ -88,7 +85,7 @@ class WorkerModel:
         # Where the device's memory is the host's, which is to hold one copy.
         self._blocks = PatchedBlocks(self.module, plan) if device.type == "cpu" else None
         if stream is not None:
-            self.stream = WorkerStream(self.module, device, weights.values(), **stream)
+            self.stream = WorkerStream(self.module, device, weights.values(), parts=self.held.parts, **stream)
 
     @property
     def held_bytes(self) -> int | None:
@@ -140,11 +137,11 @@ class WorkerModel:
             # Patched whole, then cut: a rank has the very numbers of the whole, stochastic rounding too.
             whole = self._patched_weight(name, patches[name], self.weights[name])
             self.progress.mark()
-            return self._part(name, whole, own_memory=True)
+            return self.held.own(name, whole)
 
         as_used = set() if self._blocks is None else self._blocks.patch(self.weights, patches, patched)
         for name in self.patched - patches.keys() | as_used:
-            self._set(name, self._part(name, self.weights[name]))
+            self._set(name, self.held.place(name, self.weights[name]))
         for name in patches.keys() - as_used:
             self._set(name, patched(name))
         self.patched = set(patches)
@@ -187,26 +184,13 @@ class WorkerModel:
         for name, whole in self.weights.items():
             owner_path, _, attribute = name.rpartition(".")
             owner = self.module.get_submodule(owner_path)
-            part = self._part(name, whole)
+            part = self.held.place(name, whole)
             if attribute in owner._parameters:
                 held = None if part is None else nn.Parameter(part, requires_grad=False)
                 owner._parameters[attribute] = held
             else:
                 owner._buffers[attribute] = part
             self.progress.mark()
-
-    def _part(self, name: str, whole: torch.Tensor, *, own_memory: bool = False) -> torch.Tensor | None:
-        """Return what this rank holds of a tensor, on its device; None if another rank holds all of it."""
-        if self.shards is None or name not in self.shards.parts:
-            return whole.to(self.home)
-        part = cut(whole, self.shards.parts[name])
-        if part is None:
-            return None
-        if own_memory:  # a view would keep the whole weight on the device
-            return part.clone(memory_format=torch.contiguous_format)
-        if self.home == self.device and self.home.type == "cpu":
-            return part  # a view: the host holds the weights once
-        return part.to(self.home).contiguous()
 
     def _set(self, name: str, part: torch.Tensor | None) -> None:
         if part is not None:
@@ -218,15 +202,14 @@ class WorkerModel:
         held = named_parameters(self.module).keys()
 
         def change(name: str, entries: list[tuple]) -> Callable[[torch.Tensor], torch.Tensor]:
-            if self.shards is None or name not in self.shards.parts:
+            if self.held.find(name) is None:
                 return lambda weight: self._patched_weight(name, entries, weight)
-            part = self.shards.parts[name]
 
             def apply(weight: torch.Tensor) -> torch.Tensor:
                 # Patched whole and then cut, see above.
-                local = cut(self._patched_weight(name, entries, self.weights[name]), part)
+                local = self.held.own(name, self._patched_weight(name, entries, self.weights[name]))
                 assert local is not None
-                return local.contiguous()
+                return local
 
             return apply
 
@@ -271,16 +254,6 @@ def build_empty_model(description: Mapping[str, Any]) -> nn.Module:
     if "quantized" in description:
         quantized.fill_layers(model, description["quantized"])
     return model.eval().requires_grad_(False)
-
-
-def _tensor_parallel(module: nn.Module, plan: ModelPlan, layout: RankLayout) -> TensorParallelHandle | None:
-    group = layout.tensor_group
-    if group is None:
-        return None
-    degree, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    shards = TensorShards(module, plan, degree=degree, rank=rank)
-    install_row_ranges(module, shards, group)
-    return TensorParallelHandle(shards, group)
 
 
 def _whole_weights(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..offload import HostPinning, ModelStreamer, StreamConfig, StreamPool, WeightChange
+from ..offload import HostParts, HostPinning, ModelStreamer, StreamConfig, StreamPool, WeightChange
 
 
 class WorkerStream:
@@ -20,6 +20,7 @@ class WorkerStream:
         module: The model, this rank's weights in host memory.
         device: Where it computes.
         shared: Tensors over the shared memory.
+        parts: Those of the model that stand for parts of them.
         room_bytes: GPU memory for weights.
         prefetch_depth: Blocks on their way while one computes.
     """
@@ -30,13 +31,14 @@ class WorkerStream:
         device: torch.device,
         shared: Iterable[torch.Tensor],
         *,
+        parts: HostParts | None,
         room_bytes: int,
         prefetch_depth: int,
     ) -> None:
         self._pinned: list[torch.UntypedStorage] = []
         self._pinning = HostPinning() if device.type == "cuda" else None
         pool = StreamPool(device, StreamConfig(None, None, prefetch_depth))
-        self._streamer = ModelStreamer(module, pool, borrows=True)
+        self._streamer = ModelStreamer(module, pool, borrows=True, parts=parts)
         storages = {storage.data_ptr(): storage for storage in (one.untyped_storage() for one in shared)}
         for storage in storages.values():
             # As a whole: a copy must not reach over the end of a registered piece.

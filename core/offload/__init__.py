@@ -22,11 +22,13 @@ and one host copy for several processes.
 ``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_arrangement``
 and ``stream_residents`` what of each stays, ``stream_buffers`` holds what several models share,
 ``stream_block``, ``stream_part``, ``stream_masters`` and ``stream_blocks`` are one block's tensors, bytes
-and place in the model. ``weight_files`` reads safetensors without a copy.
+and place in the model. ``weight_files`` reads safetensors without a copy; ``host_parts`` stands for parts of
+tensors that somebody else holds, ``host_runs`` and ``row_copies`` move them.
 """
 
 from .budget import OffloadBudget
 from .external_reads import Reader, reading
+from .host_parts import HostParts
 from .layer_major import BlockSequence, backward_layer_major
 from .manager import OffloadTrainingManager
 from .modulation import ModulationCache
@@ -50,6 +52,7 @@ from .weight_files import WeightFile
 __all__ = [
     "BlockSequence",
     "BucketProfile",
+    "HostParts",
     "HostPinning",
     "ModelStreamer",
     "ModulationCache",

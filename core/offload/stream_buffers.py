@@ -246,8 +246,8 @@ class StreamPool:
         if master.host is not None:
             self.transfer.start(master.host[first:stop], destination, buffer.lease)
         elif master.is_borrowed:
-            for source, place in master.pieces(first, stop):
-                self.transfer.start(source, destination[place : place + source.numel()], buffer.lease)
+            for source, target in master.copies(first, stop, destination):
+                self.transfer.start(source, target, buffer.lease)
         else:
             staging = self._take_staging(stop - first)
             master.read_into(staging.memory, first, stop)
@@ -261,9 +261,9 @@ class StreamPool:
         assert buffer.master is not None
         for index, (first, stop) in enumerate(buffer.master.spans(entry.tensor)):
             self.transfer.retire(buffer.lease)
-            source = buffer.master.read_span(entry.tensor, index)
             destination = buffer.flat[first - buffer.first : stop - buffer.first]
-            self.transfer.start(source, destination, buffer.lease)
+            for source, target in buffer.master.span_copies(entry.tensor, index, destination):
+                self.transfer.start(source, target, buffer.lease)
             self.transfer.wait(buffer.lease)
         buffer.changed.pop(entry.path, None)
         buffer.replaced.pop(entry.path, None)

@@ -6,16 +6,16 @@ What this module does not do: it decides neither where a block lies nor when it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .host_parts import HostParts
+from .host_runs import HostRun, add_run
 from .pinned_arena import HostRegion
 from .segments import (
-    ALIGNMENT_BYTES,
     Layout,
     align,
     extent_bytes,
@@ -46,6 +46,7 @@ class BlockMaster:
         nbytes: Length of all bytes, aligned.
         host: The bytes in the arena, uint8 ``[nbytes]``; None while they are still where they were.
         is_borrowed: Whether the bytes stay where they were, in memory that somebody else keeps and pins.
+        parts: Of a borrowed block, whose tensors may stand for parts of others.
     """
 
     def __init__(self, plan: BlockPlan, files: Sequence[WeightFile] = ()) -> None:
@@ -54,7 +55,9 @@ class BlockMaster:
         self.nbytes = 0
         self.host: torch.Tensor | None = None
         self.is_borrowed = False
+        self.parts = HostParts()
         self._pieces: list[tuple[torch.Tensor, int]] | None = None
+        self._cut: list[tuple[torch.Tensor, int]] = []
         self._objects = list({id(entry.tensor): entry.tensor for entry in plan.entries}.values())
         self._leaves: dict[int, list[torch.Tensor]] = {}
         self._places: dict[int, list[Place]] = {}
@@ -144,22 +147,31 @@ class BlockMaster:
             reached = max(reached, stop)
         return [*places, self.nbytes] if self.nbytes else places
 
-    def pieces(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield bytes ``first .. stop`` where they are, each piece with its distance from ``first``.
+    def copies(
+        self, first: int, stop: int, destination: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what to copy for bytes ``first .. stop``, which cut no tensor, to be at ``destination``.
 
-        As few pieces as possible. For a borrowed block, whose tensors do not move.
+        As few pieces as possible, each a source where it is and its target. For a borrowed block, whose
+        tensors do not move.
         """
         if self._pieces is None:
-            runs: list[_Run] = []
+            runs: list[HostRun] = []
             for tensor in self._objects:
                 leaves = self._leaves[id(tensor)]
                 for leaf, (start, layout) in zip(leaves, self._places[id(tensor)], strict=True):
-                    _add_run(runs, leaf, start + layout.offset_bytes)
+                    if self.parts.holds(leaf):
+                        self._cut.append((leaf, start + layout.offset_bytes))
+                    else:
+                        add_run(runs, leaf, start + layout.offset_bytes)
             self._pieces = [(run.bytes, run.place) for run in runs]
         for piece, place in self._pieces:
             begin, end = max(first, place), min(stop, place + piece.numel())
             if begin < end:
-                yield piece[begin - place : end - place], begin - first
+                yield piece[begin - place : end - place], destination[begin - first : end - first]
+        for leaf, place in self._cut:
+            if first <= place < stop:
+                yield from self.parts.copies(leaf, destination[place - first :][: extent_bytes(leaf)])
 
     def read_into(self, destination: torch.Tensor, first: int, stop: int) -> None:
         """Copy bytes ``first .. stop``, which cut no tensor, from where they are to host memory, uint8."""
@@ -183,12 +195,18 @@ class BlockMaster:
             first = start + layout.offset_bytes
             yield first, first + extent_bytes(leaf)
 
-    def read_span(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Return one part's bytes on the host, for ``spans``' item of that index."""
-        if self.host is not None:
+    def span_copies(
+        self, tensor: torch.Tensor, index: int, destination: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what to copy for ``spans``' item of that index to be at ``destination``."""
+        leaf = self._leaves[id(tensor)][index]
+        if self.parts.holds(leaf):
+            yield from self.parts.copies(leaf, destination)
+        elif self.host is None:
+            yield raw_bytes(leaf), destination
+        else:
             first, stop = list(self.spans(tensor))[index]
-            return self.host[first:stop]
-        return raw_bytes(self._leaves[id(tensor)][index])
+            yield self.host[first:stop], destination
 
     def views(
         self, storage: torch.UntypedStorage, first: int, stop: int
@@ -225,36 +243,6 @@ class BlockMaster:
                 if not is_traceable_wrapper_subclass(tensor):
                     vars(view).update(vars(tensor))
         return view
-
-
-@dataclass
-class _Run:
-    """Bytes that lie in one storage as they do in the block."""
-
-    storage: torch.UntypedStorage
-    first: int  # byte of the storage
-    place: int  # byte of the block
-    nbytes: int
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        return view_of_storage(self.storage, torch.uint8, self.first, (self.nbytes,), (1,))
-
-
-def _add_run(runs: list[_Run], leaf: torch.Tensor, place: int) -> None:
-    """Add a tensor's bytes, to the last run if they follow it there as they do in the block."""
-    nbytes = extent_bytes(leaf)
-    if not nbytes:
-        return
-    storage = leaf.untyped_storage()
-    first = int(leaf.storage_offset()) * leaf.dtype.itemsize
-    last = runs[-1] if runs else None
-    if last is not None and last.storage.data_ptr() == storage.data_ptr():
-        distance = place - last.place
-        if first - last.first == distance and last.nbytes <= distance < last.nbytes + ALIGNMENT_BYTES:
-            last.nbytes = distance + nbytes
-            return
-    runs.append(_Run(storage, first, place, nbytes))
 
 
 def is_same_memory(tensor: Any, other: torch.Tensor) -> bool:

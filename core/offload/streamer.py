@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .host_parts import HostParts
 from .modulation import ModulationCache
 from .modulation_layers import ModulationPlan
 from .stream_arrangement import Arrangement
@@ -53,6 +54,7 @@ class ModelStreamer:
         modulation: Layers of the entry module that stand apart, for a cache to serve; its limit is not used.
         when_moved: Called with every tensor of the model once its bytes have moved.
         borrows: Whether the tensors stay where they are, in host memory that the caller keeps and pins.
+        parts: Those tensors that stand for parts of others; then all stay where they are.
 
     Attributes:
         is_loaded: Whether it holds target memory and its hooks are on.
@@ -71,9 +73,11 @@ class ModelStreamer:
         modulation: ModulationPlan | None = None,
         when_moved: Callable[[torch.Tensor], None] | None = None,
         borrows: bool = False,
+        parts: HostParts | None = None,
     ) -> None:
         self.pool = pool
         self.is_loaded = False
+        borrows = borrows or parts is not None
         entry = entry if entry is not None else root
         blocks, asides, rim = plan_blocks(root, modulation_linears(entry, modulation))
         self._clock = PassClock(pool.device)
@@ -92,6 +96,7 @@ class ModelStreamer:
         masters = [block.master for block in self._all]
         for master in masters:
             master.is_borrowed = borrows
+            master.parts = parts or master.parts
         self._arena = None if borrows else pool.place(masters, when_moved)
         pool.join(self)  # now that nothing is refused any more
 
@@ -228,7 +233,7 @@ class ModelStreamer:
         block = next((block for block in self._all if path in block.entries), None)
         if block is None:
             return None
-        tensor = block.entries[path].tensor.to(self.pool.device)
+        tensor = block.master.parts.filled(block.entries[path].tensor).to(self.pool.device)
         if path not in block.changes:
             return tensor
         with torch.no_grad():

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from .leases import Arrival, CudaArrival, CudaLease, Lease
 from .pinning import HostPinning
+from .row_copies import copy_to_gpu
 from .staging import Stager
 from .step_clock import Mark, StepClock
 from .step_timer import IdleTimer, StepTimer
@@ -77,8 +78,8 @@ class Transfer:
         """Begin copying host bytes to a slot, once nobody reads what is in it.
 
         Args:
-            source: uint8 ``[n]`` on the host.
-            destination: The slot's memory, uint8 ``[n]``.
+            source: uint8 ``[n]`` on the host, or ``[rows, columns]`` with any distance between rows.
+            destination: The slot's memory, of the same shape.
             lease: The slot's bookkeeping.
             is_staged: Whether to go through the pinned buffers, if there are any; ``source`` must not
                 change until somebody waits for the copy.
@@ -198,7 +199,7 @@ class CudaTransfer(Transfer):
             )
             return
         with torch.cuda.stream(self.copy_stream):
-            destination.copy_(source, non_blocking=True)
+            copy_to_gpu(source, destination, self.copy_stream)
         lease.copied.record(self.copy_stream)
 
     @override

@@ -22,7 +22,7 @@ from .sharding import attend, gather, shard
 from .spatial_parallel import SpatialHandle, cut_dim, parallelize_decoder
 from .spatial_plan import SpatialPlan, SpatialRole, dotted_path, planned_modules
 from .tensor_parallel import TensorParallelHandle
-from .tensor_shards import TensorPart, TensorShards, largest_rank_bytes
+from .tensor_shards import TensorPart, TensorShards, join_pieces, largest_rank_bytes
 from .tensor_units import max_tensor_degree
 from .tp_plan import read_tp_plan
 
@@ -72,6 +72,7 @@ __all__ = [
     "head_count",
     "install_parallel",
     "input_name",
+    "join_pieces",
     "largest_rank_bytes",
     "max_tensor_degree",
     "parallelize",

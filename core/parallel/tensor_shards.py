@@ -57,14 +57,25 @@ class TensorPart:
         Raises:
             PlanError: If the tensor is not the whole parameter.
         """
+        pieces = self.pieces(tensor)
+        return join_pieces(pieces, self.dim) if pieces else None
+
+    def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the runs of the whole parameter that the rank holds, views; none if it holds nothing.
+
+        Raises:
+            PlanError: If the tensor is not the whole parameter.
+        """
         if tensor.shape[self.dim] != self.size:
             raise PlanError(
                 f"a weight of {tuple(tensor.shape)} should have {self.size} rows in dim {self.dim}"
             )
-        if not self.ranges:
-            return None
-        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        return [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+
+
+def join_pieces(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return pieces as one tensor, a single one as it is."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
 
 
 @dataclass

@@ -69,7 +69,7 @@ def test_each_rank_has_its_part_of_what_comfyui_computes(form: str) -> None:
         num_quantized = 0
         for name, tensor in named_parameters(worker.module).items():
             whole = values_of(expected[name])
-            part = whole if worker.shards is None else worker.shards.take(name, whole)
+            part = whole if worker.held.shards is None else worker.held.shards.take(name, whole)
             assert part is not None, name
             values = values_of(tensor)
             if values.shape != part.shape and form.startswith("int8"):

@@ -83,7 +83,7 @@ def _worker(description: dict, weights: dict, message: dict, layout: RankLayout)
         )
     return {
         "held": held, "names": names, "patched": patched, "restored": restored, "storages": storages,
-        "shards": worker.shards,
+        "shards": worker.held.shards,
     }  # fmt: skip
 
 

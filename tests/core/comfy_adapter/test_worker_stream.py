@@ -64,29 +64,33 @@ def test_workers_keep_to_the_budget_and_give_the_same_picture(kind):
     assert difference(sample(candidates[0], kind, steps=2), sample(plain, kind, steps=2)) <= TOLERANCE
 
 
-def test_with_tensor_parallelism_each_streams_its_part():
-    plain = with_lora(PATCHERS["qwen"].build(dtype=torch.bfloat16))
+@pytest.mark.parametrize("kind", ["qwen", pytest.param("flux", marks=pytest.mark.slow)])
+def test_with_tensor_parallelism_each_streams_its_part(kind):
+    plain = with_lora(PATCHERS[kind].build(dtype=torch.bfloat16))
     whole = parallel(plain, TENSOR_2)
-    expected = sample(whole, "qwen", steps=1)
+    expected = sample(whole, kind, steps=1)
     part = parallel(plain, TENSOR_2)
     weight_bytes = part.get_nested_additional_models()[-1].model_size()
     part.run.request = StreamRequest(int(0.8 * weight_bytes), 0)
     # Loaded whole by the sampling before, it is loaded anew.
-    assert torch.equal(sample(part, "qwen", steps=1), expected)
+    assert torch.equal(sample(part, kind, steps=1), expected)
     assert held() < weight_bytes
 
 
 def test_quantized_weights_stream_as_they_are(monkeypatch):
+    """Whole, and cut: fused projections in several runs of rows, others in columns."""
     if not is_newer_comfyui():
         pytest.skip("0.3.75 holds scaled fp8 in another way")
     # Of so small a model alignment is a large part, so it is not asked whether it fits.
     room = "comfyui_ferry.core.comfy_adapter.worker_group.weight_room"
     monkeypatch.setattr(room, lambda needs, free_bytes, devices: needs.weight_bytes // 2)
-    plain = quantized_patcher("flux")
-    for strength in (0.0, 1.0):
+    scaled, rows = quantized_patcher("flux"), quantized_patcher("flux", "int8_tensorwise")
+    for plain, strength, degrees in (
+        (scaled, 0.0, ULYSSES_2), (scaled, 1.0, ULYSSES_2), (scaled, 1.0, TENSOR_2), (rows, 0.0, TENSOR_2)
+    ):  # fmt: skip
         model = with_lora(plain, strength) if strength else plain
         expected = sample(model, "flux", steps=1)
-        patcher = parallel(model, ULYSSES_2)
+        patcher = parallel(model, degrees)
         patcher.run.request = StreamRequest(None, 0)
         assert difference(sample(patcher, "flux", steps=1), expected) <= TOLERANCE
         held()
