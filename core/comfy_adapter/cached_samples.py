@@ -14,15 +14,8 @@ from torch import Tensor
 from ..errors import RequestError, TrainingError
 from ..training import Sample, SampleSource
 from ..training.dataset import BrokenCacheError, CachedItem, CacheFolder, TrainingCache
-from .training_inputs import (
-    Caption,
-    Guidance,
-    check_caption,
-    check_start_image,
-    read_samples,
-    scale_latent,
-    set_guidance,
-)
+from .caption_checks import check_caption, check_start_image
+from .training_inputs import Caption, Guidance, read_samples, scale_latent, set_guidance
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class StoredSample:
         tensors, values = self._tensors(key)
         cond = tensors.pop("cond")
         entry = [cond, {**values, **tensors, **references}]
-        check_caption(self.item.name, entry)
+        check_caption(self.model, self.item.name, entry)
         return set_guidance(entry, self.guidance)
 
     def _tensors(self, key: str) -> tuple[dict, dict]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..training import MIN_SNR_GAMMA, NoiseLevels, seed_torch, shifted
+from .caption_checks import ENCODE_TEXT, refuse_misfits
 from .text_widths import check_widths, text_widths
 from .training_inputs import Caption
 
@@ -97,6 +98,7 @@ class ComfyProcess:
         self.device = device
         self.seed = seed
         self.levels = levels or NoiseLevels()
+        self._computed: set[str] = set()  # shapes of latent and caption that the model has computed
         self._text_widths = text_widths(self.model.diffusion_model)
         self._quantiles = (self._quantile_of(self.levels.lowest), self._quantile_of(self.levels.highest))
 
@@ -167,23 +169,36 @@ class ComfyProcess:
         return groups
 
     def run_group(self, group: CaptionGroup, noisy: Tensor, sigma: Tensor) -> Tensor:
-        """Return the predicted clean samples of one call, from the batch's ``noisy`` and ``sigma``."""
-        return self._apply(noisy[group.rows], sigma[group.rows], group.conds)
+        """Return the predicted clean samples of one call, from the batch's ``noisy`` and ``sigma``.
+
+        Raises:
+            RequestError: If the model cannot compute a latent with a caption of such shapes.
+        """
+        shapes = {name: _shape(cond.cond) for name, cond in group.conds[0].items()}
+        kind = repr((noisy.shape[1:], shapes))
+        if kind in self._computed:
+            return self._apply(noisy[group.rows], sigma[group.rows], group.conds)
+        asked = f"a latent of shape {tuple(noisy.shape[1:])} was given with a caption of {shapes}"
+        with refuse_misfits(asked, self.model):
+            output = self._apply(noisy[group.rows], sigma[group.rows], group.conds)
+        self._computed.add(kind)
+        return output
 
     def _model_conds(self, noisy: Tensor, caption: Caption) -> dict[str, Any]:
         """Return one caption as the model's own arguments (pooled output, guidance, references)."""
         positive = comfy.sampler_helpers.convert_cond([caption.entry])
         latent = caption.latent.to(self.device)
-        try:
-            processed = comfy.samplers.process_conds(
-                self.model, noisy, {"positive": positive}, self.device, latent, None, self.seed
-            )
-        except KeyError as error:
-            raise RequestError(
-                f"a caption without {error.args[0]} was given",
-                limit=f"{type(self.model).__name__} is conditioned on it",
-                way_out="Encode the captions with the text encoder that belongs to this model",
-            ) from error
+        with refuse_misfits("a caption that does not fit was given", self.model):
+            try:
+                processed = comfy.samplers.process_conds(
+                    self.model, noisy, {"positive": positive}, self.device, latent, None, self.seed
+                )
+            except KeyError as error:
+                raise RequestError(
+                    f"a caption without {error.args[0]} was given",
+                    limit=f"{type(self.model).__name__} is conditioned on it",
+                    way_out=ENCODE_TEXT,
+                ) from error
         model_conds = processed["positive"][0]["model_conds"]
         check_widths(self._text_widths, model_conds, model=type(self.model).__name__)
         return {name: cond.process_cond(batch_size=1, area=None) for name, cond in model_conds.items()}

@@ -10,27 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_base
 import torch
 from torch import Tensor
 
 from ..errors import RequestError
 from ..training import Range, Sample, check_numbers, pair_samples
-
-# What a conditioning may carry that training could not honour.
-_REFUSED = {
-    "control": "a ControlNet",
-    "gligen": "GLIGEN boxes",
-    "hooks": "hooked weights (Create Hook LoRA)",
-    "area": "an area",
-    "mask": "a mask",
-    "start_percent": "a start percentage",
-    "end_percent": "an end percentage",
-    "clip_start_percent": "a CLIP schedule",
-}
-# Channels of a latent, of the start picture's, and of the mask.
-_WITH_START_PICTURE = 16 + 16 + 4
-_NEUTRAL = {"start_percent": 0.0, "end_percent": 1.0}
+from .caption_checks import check_caption, check_same_width, check_start_image
 
 
 @dataclass(frozen=True)
@@ -79,9 +64,9 @@ def read_samples(
     rows = [row for latent in latents for row in _latent_rows(latent)]
     entries = [entry for index, entries in enumerate(conditioning) for entry in _entries(index, entries)]
     for index, entry in enumerate(entries):
-        check_caption(f"caption {index}", entry)
+        check_caption(model, f"caption {index}", entry)
         check_start_image(model, f"caption {index}", entry)
-    _check_same_width(entries)
+    check_same_width(entries)
     captions = [set_guidance(_normal(list(entry)), guidance) for entry in entries]
     pairs = pair_samples(rows, captions)
     scaled = [scale_latent(model, sample.latent) for sample in pairs]
@@ -110,7 +95,12 @@ def _entries(index: int, conditioning: Any) -> list[list]:
 
 def _latent_rows(latent: Any) -> list[Tensor]:
     samples = latent.get("samples") if isinstance(latent, dict) else latent
-    if not isinstance(latent, dict) or not isinstance(samples, Tensor) or samples.is_nested:
+    if (
+        not isinstance(latent, dict)
+        or not isinstance(samples, Tensor)
+        or samples.is_nested
+        or not samples.ndim
+    ):
         raise RequestError(
             f"a latent of type {type(samples).__name__} was given",
             limit="A latent is one tensor; those with several streams (audio with video) cannot be trained",
@@ -138,82 +128,6 @@ def set_guidance(entry: list, guidance: Guidance | None) -> list:
     if guidance is None or ("guidance" in options and not guidance.replaces):
         return entry
     return [embedding, {**options, "guidance": guidance.value}]
-
-
-def check_caption(what: str, entry: Any) -> None:
-    """Refuse a caption that carries what training could not honour.
-
-    Raises:
-        RequestError: Naming ``what`` and what it carries.
-    """
-    embedding, options = entry[0], entry[1]
-    if isinstance(embedding, Tensor) and embedding.shape[0] != 1:
-        raise RequestError(
-            f"{what} holds a batch of {embedding.shape[0]} embeddings",
-            limit="Each caption must be one embedding, so that it belongs to one latent",
-            way_out="Give one conditioning per caption",
-        )
-    if isinstance(embedding, Tensor) and not bool(torch.isfinite(embedding).all()):
-        raise RequestError(
-            f"{what} has NaN or infinite values",
-            limit="Every value of an embedding must be a finite number",
-            way_out="Check the text encoder that made it",
-        )
-    refused = [
-        f"{kind} ({key})"
-        for key, kind in _REFUSED.items()
-        if options.get(key) is not None and options[key] != _NEUTRAL.get(key)
-    ]
-    if refused:
-        raise RequestError(
-            f"{what} carries {', '.join(refused)}",
-            limit="Training learns from whole latents at all noise levels without other models",
-            way_out="Connect the conditioning from before that node",
-        )
-
-
-def _check_same_width(entries: Sequence[list]) -> None:
-    """Refuse captions of several text encoders; whether it is the model's, the first one's forward tells."""
-    channels = [entry[0].shape[-1] for entry in entries if isinstance(entry[0], Tensor)]
-    others = [index for index, width in enumerate(channels) if width != channels[0]]
-    if others:
-        raise RequestError(
-            f"caption 0 has {channels[0]} channels and caption {others[0]} has {channels[others[0]]}",
-            limit="A model takes embeddings of one width",
-            way_out="Encode all captions with the text encoder that belongs to this model",
-        )
-
-
-def check_start_image(model: Any, what: str, entry: list) -> None:
-    """Refuse to train a picture-to-video model (Wan) without the picture: it would unlearn to use it.
-
-    Raises:
-        RequestError: Naming ``what``.
-    """
-    options = entry[1]
-    if _makes_video_of_picture(model) and options.get("concat_latent_image") is None:
-        raise RequestError(
-            f"{what} has no start picture, and this model makes videos of one",
-            limit="ComfyUI would put an empty picture in its place at every step",
-            way_out="Set start_image of Cache Training Data to 'first frame', or send the captions through "
-            "WanImageToVideo",
-        )
-    sees = getattr(model.model.diffusion_model, "img_emb", None) is not None
-    if sees and options.get("clip_vision_output") is None:
-        raise RequestError(
-            f"{what} has no CLIP vision output, and this model looks at its start picture through one",
-            limit="Training would go on without what sampling has (Wan 2.1 I2V; Wan 2.2 needs none)",
-            way_out="Send latents and captions through CLIP Vision Encode and WanImageToVideo",
-        )
-
-
-def _makes_video_of_picture(model: Any) -> bool:
-    """Return whether a Wan network takes a start picture and its mask beside the latent.
-
-    ``image_to_video`` of the model does not tell: ComfyUI sets it for TI2V-5B, and not for Wan 2.2 I2V.
-    """
-    config = getattr(model.model.model_config, "unet_config", {})
-    return isinstance(model.model, comfy.model_base.WAN21) and config.get("in_dim") == _WITH_START_PICTURE
 
 
 def scale_latent(model: Any, latent: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ person mends the folder once. Nothing outside the root folder is ever read.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -159,7 +160,7 @@ def resolve_folder(root: Path, name: str) -> Path:
         RequestError: If it is not a folder below ``root``, also by way of a link.
     """
     parts = PureWindowsPath(name)  # knows both kinds of slashes, and drives
-    escapes = not name.strip() or parts.drive or parts.root or ".." in parts.parts
+    escapes = not name.strip() or "\0" in name or parts.drive or parts.root or ".." in parts.parts
     resolved_root = root.resolve()
     folder = resolved_root if escapes else (root / Path(*parts.parts)).resolve()
     if escapes or not folder.is_relative_to(resolved_root) or folder == resolved_root:
@@ -169,7 +170,7 @@ def resolve_folder(root: Path, name: str) -> Path:
             "without links that lead out of it",
             way_out="Copy the pictures into a folder below input and name that folder",
         )
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # also of a name that no file system takes
         raise RequestError(
             f"folder={name!r} was asked",
             limit="There is no such folder inside ComfyUI's input folder",
@@ -203,9 +204,8 @@ def _pair_files(folder: Path) -> tuple[list[Path], dict[str, Path], defaultdict[
             others = ", ".join(other.name for other in same if other != path)
             offenders[path.name].append(f"has the same name as {others}, so a caption would belong to both")
     stems = {path.stem for path in media}
-    for stem, path in captions.items():
-        if stem not in stems:
-            offenders[path.name].append("is a caption without a picture")
+    for path in [path for stem, path in captions.items() if stem not in stems]:
+        offenders[path.name].append("is a caption without a picture")
     return media, captions, offenders
 
 

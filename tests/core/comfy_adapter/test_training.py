@@ -210,3 +210,31 @@ def test_a_text_encoder_of_another_width_is_refused_by_both_widths(kind):
         with pytest.raises(RequestError, match="caption 0 has"):
             latents = [PATCHERS[kind].latent(index) for index in range(2)]
             read_samples(process.patcher, latents, [[[embedding, options]], [wrong["c_crossattn"]]])
+
+
+def test_what_only_the_network_finds_out_is_refused_too():
+    """By shapes and its own error, once; a shape that was computed before fails as it does."""
+    from comfyui_ferry.core.comfy_adapter.training_inputs import Caption
+
+    with process_of("qwen") as process, torch.no_grad():
+        sample = samples_of("qwen", process, 1)[0].read()
+        embedding, options = sample.condition.entry
+        noisy, sigma = noise(*sample.latent.shape), torch.tensor([0.5])
+        deep = Caption([embedding[:, None], options], sample.latent)
+        with pytest.raises(RequestError, match=r"\(1, 1, 7, 40\)\}\. QwenImage cannot compute"):
+            process.denoise(noisy, sigma, [deep])
+        process.denoise(noisy, sigma, [sample.condition])
+
+        def fail(error):
+            def forward(*args, **kwargs):
+                raise error
+
+            process.model.diffusion_model.forward = forward
+
+        fail(torch.OutOfMemoryError("full"))  # the trainer keeps less on the GPU then
+        with pytest.raises(torch.OutOfMemoryError):
+            process.denoise(noisy, sigma, [deep])
+        fail(RuntimeError("a lost GPU"))
+        with pytest.raises(RuntimeError, match=r"^a lost GPU"):
+            process.denoise(noisy, sigma, [sample.condition])
+        del process.model.diffusion_model.forward

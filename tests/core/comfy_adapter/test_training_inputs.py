@@ -11,6 +11,19 @@ from ferry_support.tiny_patchers import PATCHERS
 pytestmark = pytest.mark.comfy
 
 FLUX = PATCHERS["flux"]
+NAN = float("nan")
+WRONG_OPTIONS = {
+    "pooled_output": ["x", noise(24), noise(2, 24), noise(1, 24) * NAN],
+    "guidance": ["x", NAN, torch.tensor([NAN])],
+    "reference_latents": [
+        noise(1, 16, 8, 6),  # no list
+        [None],
+        [noise(2, 16, 8, 6)],
+        [noise(1, 16, 8, 6), noise(1, 16, 1, 8, 6)],
+        [noise(1, 4, 8, 6)],
+        [noise(1, 16, 8, 6) * NAN],
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +97,16 @@ def test_inference_tensors_become_normal_ones(model):
         ([{"samples": "x"}], [FLUX.caption()], "type str"),
         ([FLUX.latent(0, 2)], [[[noise(2, 7, 40), {}]]], "batch of 2 embeddings"),
         ([FLUX.latent()], [[[torch.full((1, 7, 40), float("inf")), {}]]], "caption 0 has NaN"),
+        ([{"samples": torch.tensor(3.0)}], [FLUX.caption()], "type Tensor"),
+        *[
+            ([FLUX.latent()], [[[value, {}]]], "caption 0 has .* for an embedding")
+            for value in (None, "x", noise(7, 40), noise(1, 0, 40), torch.ones(1, 7, 40, dtype=torch.long))
+        ],
+        *[
+            ([FLUX.latent()], [[[noise(1, 7, 40), {name: value}]]], f"caption 0 has .*{name}")
+            for name, values in WRONG_OPTIONS.items()
+            for value in values
+        ],
     ],
 )
 def test_data_that_do_not_fit_are_refused(model, latents, captions, message):

@@ -136,10 +136,19 @@ def test_only_folders_inside_the_root_are_read(tmp_path):
     put(tmp_path / "secret", "a.png")
     (root / "way_out").symlink_to(tmp_path / "secret")
     (root / "file.png").write_bytes(b"")
-    for name in ("../secret", "cats/../../secret", str(tmp_path / "secret"), "way_out", "", ".", "C:\\x"):
+    for name in (
+        "../secret",
+        "cats/../../secret",
+        str(tmp_path / "secret"),
+        "way_out",
+        "",
+        ".",
+        "C:\\x",
+        "a\0",
+    ):
         with pytest.raises(RequestError, match="inside ComfyUI's input folder only"):
             load(root, name)
-    for name in ("nothing", "file.png"):
+    for name in ("nothing", "file.png", "a" * 300):
         with pytest.raises(RequestError, match="no such folder"):
             load(root, name)
     with pytest.raises(RequestError, match="no pictures"):
