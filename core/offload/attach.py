@@ -36,25 +36,26 @@ _log = get_logger("offload")
 _CACHE_SHARE = 32
 
 
-def check_options(
-    model: nn.Module,
-    budget: OffloadBudget | None,
-    modulation: ModulationPlan | None,
-    plan: ResidencyPlan | None,
-    pinning: HostPinning | None,
-    shared_masters: SharedMasters | None,
-) -> None:
-    """Check that what a manager was given is of the kind that it takes, and that the masters fit.
+_Options = tuple[
+    OffloadBudget | None,
+    ModulationPlan | None,
+    ResidencyPlan | None,
+    HostPinning | None,
+    SharedMasters | None,
+]
 
-    Raises:
-        RequestError: If something is not.
-    """
-    for name, option, kind, example in (
-        ("budget", budget, OffloadBudget, "OffloadBudget(vram_gb=12)"),
-        ("modulation", modulation, ModulationPlan, "a ModulationPlan"),
-        ("plan", plan, ResidencyPlan, "the residency_plan of an earlier manager"),
-        ("pinning", pinning, HostPinning, "HostPinning()"),
-        ("shared_masters", shared_masters, SharedMasters, "SharedMasters.create()"),
+
+def _check_options(model: nn.Module, options: _Options) -> None:
+    for option, (name, kind, example) in zip(
+        options,
+        (
+            ("budget", OffloadBudget, "OffloadBudget(vram_gb=12)"),
+            ("modulation", ModulationPlan, "a ModulationPlan"),
+            ("plan", ResidencyPlan, "the residency_plan of an earlier manager"),
+            ("pinning", HostPinning, "HostPinning()"),
+            ("shared_masters", SharedMasters, "SharedMasters.create()"),
+        ),
+        strict=True,
     ):
         if option is not None and not isinstance(option, kind):
             raise RequestError(
@@ -62,12 +63,18 @@ def check_options(
                 limit=f"Only {kind.__name__} and None are taken there",
                 way_out=f"Pass {example}, or leave it out",
             )
+    budget = options[0]
     if budget is not None:
         budget.check_host(module_bytes(model))
 
 
-def check_request(model: nn.Module, config: OffloadConfig) -> None:
-    """Check every tensor before anything changes, an earlier manager included."""
+def check_request(model: nn.Module, config: OffloadConfig, options: _Options) -> None:
+    """Check the options and every tensor before anything changes, an earlier manager included.
+
+    Raises:
+        RequestError: If one is of another kind, does not fit or cannot be managed.
+    """
+    _check_options(model, options)
     entries: dict[int, tuple[torch.Tensor, list[Entry]]] = {}
     for path, module in model.named_modules():
         for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):

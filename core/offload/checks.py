@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import OffloadError, RequestError
 from .config import OffloadConfig
+from .gradients import HOOKS_WAY_OUT, has_other_accumulation_hooks
 from .tensors import ManagedTensor
 
 if TYPE_CHECKING:
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
     from .transfer import Transfer
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, config: OffloadConfig) -> None:
     """Check the module tree.
 
     Raises:
-        RequestError: If ``model`` is no module, or has TorchScript in it.
+        RequestError: If ``model`` is no module, or has in it what reads weights or gradients elsewhere.
     """
     if not isinstance(model, nn.Module):
         raise RequestError(
@@ -35,6 +37,13 @@ def check_model(model: nn.Module) -> None:
             way_out="Pass the module itself",
         )
     for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) and config.optimizer_on_host:
+            raise RequestError(
+                f"Offloading of optimizers was asked for {path or 'the model'}, a DistributedDataParallel",
+                limit="Gradients go to the host before it could reduce them",
+                way_out="Pass the model in it and all-reduce gradients after after_backward(), or use "
+                "enable_optimizer_cpu_offload=False",
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise RequestError(
                 f"Offloading was asked for {path or 'the model'}, a TorchScript module",
@@ -83,6 +92,8 @@ def _refusal(tensor: torch.Tensor, config: OffloadConfig) -> tuple[str, str] | N
         return _wrapper_refusal(tensor, config) or _leaf_refusals(tensor)
     if tensor.requires_grad and not tensor.is_leaf and config.optimizer_on_host:
         return "It is the result of a computation, so it has no gradient of its own", "Detach it first"
+    if tensor.requires_grad and config.optimizer_on_host and has_other_accumulation_hooks(tensor):
+        return "Its post-accumulate-grad hooks would see a part of its gradient", HOOKS_WAY_OUT
     if tensor.requires_grad and tensor.is_inference():
         return (
             "It was made under torch.inference_mode, so autograd cannot train it",

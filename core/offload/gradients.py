@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..errors import OffloadError
 from .gradient_memory import Landing, StagingRing, nbytes_of
 from .host_worker import HostWorker
 from .pinned_arena import HostRegion
@@ -28,6 +29,10 @@ from .segments import align
 from .tensors import PlainTensor, set_data
 from .transfer import Arrival, Transfer
 
+HOOKS_WAY_OUT = (
+    "Use enable_optimizer_cpu_offload=False, register_hook() to look at gradients, or overlap_optimizer() to "
+    "step in the backward"
+)
 # Staged gradients of a whole adapter fit; of larger models, at least two of the largest.
 _STAGING_BYTES = 256 * 2**20
 
@@ -128,8 +133,17 @@ class HostGradients:
         self._handles.clear()
 
     def put_aside(self, tensor: PlainTensor) -> None:
-        """Keep the host gradient out of autograd's reach while a new one comes."""
+        """Keep the host gradient out of autograd's reach while a new one comes.
+
+        Raises:
+            OffloadError: If somebody else waits for it to be accumulated.
+        """
         self._on_backward()
+        if has_other_accumulation_hooks(tensor.tensor):
+            raise OffloadError(
+                f"{tensor.path} was given a post-accumulate-grad hook while its gradient goes to the host. "
+                f"The hook would find no gradient, or a part of it. {HOOKS_WAY_OUT}."
+            )
         entry = self._entry(tensor)
         if tensor.tensor.grad is not None:
             entry.total = tensor.tensor.grad
@@ -196,6 +210,14 @@ class HostGradients:
 
 _Owner = weakref.ref[HostGradients]
 _Tensor = weakref.ref[PlainTensor]
+
+
+def has_other_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether post-accumulate-grad hooks besides the ones set here are on a parameter."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if not hooks:
+        return False
+    return any(getattr(hook, "func", None) is not _after_accumulation for hook in hooks.values())
 
 
 def _before_accumulation(owner: _Owner, tensor: _Tensor, gradient: torch.Tensor) -> None:

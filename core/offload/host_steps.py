@@ -5,11 +5,12 @@ What this module does not do: ``fused_steps`` chooses the kernel, ``overlapped_s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import RequestError
+from ..errors import OffloadError, RequestError
 from .fused_steps import FusedSteps
 from .gradients import HostGradients
 from .overlapped_steps import Finish, OverlappedSteps, check_overlap
@@ -67,8 +68,7 @@ class HostSteps:
             RequestError: If it cannot be overlapped; the earlier overlap stays then.
         """
         check_overlap(optimizer, accumulation_steps=accumulation_steps, finish=finish)
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if all(self._find(parameter) is None for parameter in parameters):
+        if not self._steps_any_of(each for group in optimizer.param_groups for each in group["params"]):
             raise RequestError(
                 f"overlap_optimizer() was asked for a {type(optimizer).__name__} of other parameters",
                 limit="None of them is a parameter of this manager's model whose home is the host",
@@ -86,14 +86,29 @@ class HostSteps:
         )
         return self._overlapped
 
+    def _steps_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        found = (self._find(parameter) for parameter in parameters)
+        return any(managed is not None and managed.is_trainable for managed in found)
+
     @property
     def is_overlapped(self) -> bool:
         """Whether parameters are stepped during backwards."""
         return self._overlapped is not None and self._overlapped.is_on
 
     def settle(self) -> None:
-        """Undo what a step that raised left behind."""
+        """Undo what a step that raised left behind.
+
+        Raises:
+            OffloadError: If a forward begins inside a DistributedDataParallel that reduces these gradients.
+        """
         self._fused.switch_back()
+        reducer = DistributedDataParallel._active_ddp_module
+        if reducer is not None and reducer.training and self._steps_any_of(reducer.parameters()):
+            raise OffloadError(
+                "A model whose gradients go to the host was called by DistributedDataParallel, which would "
+                "find none of them to reduce. Call the model itself and all-reduce its gradients after "
+                "after_backward(), or use enable_optimizer_cpu_offload=False."
+            )
 
     def remove(self) -> None:
         """Let optimizers step as torch has it."""

@@ -16,16 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import OffloadError
 from ..module_hooks import install_hook, remove_hook
-from .attach import (
-    check_options,
-    check_request,
-    collect,
-    make_dicts,
-    make_units,
-    set_dict,
-    set_limits,
-    take_over,
-)
+from .attach import check_request, collect, make_dicts, make_units, set_dict, set_limits, take_over
 from .budget import OffloadBudget
 from .checks import check_model
 from .config import OffloadConfig
@@ -61,7 +52,8 @@ class OffloadTrainingManager:
         * A parameter kept in a list or on ``ctx`` besides its module is on the target only while its
           own module runs; pass it to ``save_for_backward``, or read it from the module.
         * With ``enable_optimizer_cpu_offload`` on CUDA, ``torch.autograd.grad`` with respect to
-          parameters is not supported: autograd ties their graph to the device they are on.
+          parameters is not supported: autograd ties their graph to the device they are on. Hooks that
+          wait for accumulated gradients (``register_post_accumulate_grad_hook``) are refused there.
         * ``torch.func.grad`` and its kin disable saved-tensor hooks, and are refused.
         * A parameter that requires a gradient only later needs a new manager.
 
@@ -128,9 +120,8 @@ class OffloadTrainingManager:
             recompute_cache_mb=recompute_cache_mb,
         )
         check_torch()
-        check_model(model)
-        check_options(model, budget, modulation, plan, pinning, shared_masters)
-        check_request(model, config)
+        check_model(model, config)
+        check_request(model, config, (budget, modulation, plan, pinning, shared_masters))
         if modulation is not None:
             self.modulation_cache = make_cache(model, modulation, self.forward_scope, config.target_device)
         take_over(model, self)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from comfyui_ferry.core.errors import OffloadError, RequestError
 from comfyui_ferry.core.offload import OffloadTrainingManager
 from ferry_support.offload_cases import WIDTH, assert_close, assert_same_run, build, inputs, train
 from torch import nn
@@ -115,6 +116,26 @@ def test_hooks_of_the_user_stay():
     model(inputs(0)).sum().backward()
     assert seen == ["user", "user"]
     handle.remove()
+
+
+def test_hooks_that_would_find_no_gradient_are_refused():
+    """The usual recipe for a step in the backward would train nothing, without a word."""
+    for is_first in (True, False):
+        model = nn.Linear(WIDTH, WIDTH)
+        manager = None if is_first else OffloadTrainingManager(model, "cpu", True)
+        handle = model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        if manager is None:
+            with pytest.raises(RequestError, match=r"weight .*post-accumulate-grad"):
+                OffloadTrainingManager(model, "cpu", True)
+            OffloadTrainingManager(model, "cpu", False).remove()
+        else:
+            with pytest.raises(OffloadError, match="weight was given a post-accumulate-grad hook"):
+                model(inputs(0)).sum().backward()
+        handle.remove()
+        OffloadTrainingManager(model, "cpu", True)
+        OffloadTrainingManager(model, "cpu", True)  # its own hooks are no others
+        model(inputs(0)).sum().backward()
+        assert model.weight.grad is not None
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -11,6 +11,7 @@ from comfyui_ferry.core.errors import OffloadError, RequestError
 from comfyui_ferry.core.offload import OffloadTrainingManager, SharedMasters
 from ferry_support.ranks import run_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, BLOCKS = 32, 3
@@ -86,7 +87,25 @@ def rank(on_host, threshold_mb):
     result = gradients(model), len(files), [block.base.weight.clone() for block in model.blocks]
     dist.barrier()
     manager.remove()
-    return result
+    return *result, through_a_reducer(on_host)
+
+
+def through_a_reducer(on_host):
+    """Gradients by DistributedDataParallel, or its refusals where it would find none to reduce."""
+    model = Model()
+    wrapped = DistributedDataParallel(model)
+    if not on_host:
+        with OffloadTrainingManager(wrapped, "cpu") as manager:
+            loss_of(wrapped, dist.get_rank()).backward()
+            manager.after_backward()
+        return gradients(model)
+    with pytest.raises(RequestError, match="a DistributedDataParallel"):
+        OffloadTrainingManager(wrapped, "cpu", True)
+    with OffloadTrainingManager(model, "cpu", True):
+        with pytest.raises(OffloadError, match="was called by DistributedDataParallel"):
+            loss_of(wrapped, 0)
+        loss_of(model, 0).backward()  # by itself
+    return gradients(model)
 
 
 @pytest.mark.parametrize("on_host, threshold_mb", [(False, None), (True, 1.0)])
@@ -98,7 +117,11 @@ def test_data_parallel_gradients_are_those_of_one_process(on_host, threshold_mb)
     plain = Model()
     for index in range(4):
         (loss_of(plain, index) / 2).backward()
-    for found, num_mappings, bases in run_ranks(rank, 2, on_host, threshold_mb):
+    other = Model()
+    ((loss_of(other, 0) + (loss_of(other, 0) if on_host else loss_of(other, 1))) / 2).backward()
+    for found, num_mappings, bases, others in run_ranks(rank, 2, on_host, threshold_mb):
+        for actual, expected in zip(others, gradients(other), strict=True):
+            assert (actual - expected).norm() <= 1e-6 * expected.norm()
         assert num_mappings >= 1
         for actual, expected in zip(found, gradients(plain), strict=True):
             assert (actual - expected).norm() <= 1e-6 * expected.norm()
