@@ -27,6 +27,23 @@ _LATER_INPUTS = {
 }
 """Inputs that prompts saved by earlier versions do not have."""
 
+# A value that comes over a link is of any kind.
+_TEXTS = (
+    "algorithm", "loss_function", "loss_weighting", "lora_dtype", "lr_schedule", "noise_range", "optimizer",
+    "resume_from", "save_prefix", "targets", "timestep_sampling", "training_dtype",
+)  # fmt: skip
+_SWITCHES = ("gradient_checkpointing", "offload", "optimizer_on_cpu")
+_NUMBERS = {
+    "rank": Range(0, whole=True),
+    "alpha": Range(0),
+    "learning_rate": Range(0),
+    "timestep_shift": Range(0),
+    "split_threshold_mb": Range(0),
+    "vram_budget_gb": Range(0),
+    "ram_budget_gb": Range(0),
+    "gpus": Range(1, whole=True),
+}
+
 
 @dataclass(frozen=True)
 class FilledWidgets:
@@ -56,13 +73,13 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
         widgets: The node's values as they came.
 
     Raises:
-        RequestError: If an expert's noise range or a guidance scale is asked of a model without, or a
-            learning rate on auto of an optimizer without.
+        RequestError: If a value is of another kind than its input, an expert's noise range or a guidance
+            scale is asked of a model without, or a learning rate on auto of an optimizer without.
     """
     family = model_family(model)
     values = _LATER_INPUTS | widgets
+    _check_kinds(values)
     _check_guidance(model, family, values["guidance"])
-    check_number("rank", values["rank"], Range(0, whole=True))
     patterns, extras = split_patterns(values["targets"])
     automatic = {
         "rank": not values["rank"],
@@ -97,6 +114,27 @@ def fill_auto(model: Any, widgets: dict[str, Any]) -> FilledWidgets:
     values["guidance_is_default"] = automatic["guidance"]
     values["lowest_noise"], values["highest_noise"] = _noise_range(family, values["noise_range"])
     return FilledWidgets(values, _describe(family, values, automatic))
+
+
+def _check_kinds(values: dict[str, Any]) -> None:
+    """Refuse what cannot be looked at for ``auto``; ranges that depend on nothing are checked here too."""
+    for names, kind, words in ((_TEXTS, str, "a text"), (_SWITCHES, bool, "true or false")):
+        for name in names:
+            if name in values and not isinstance(values[name], kind):
+                raise RequestError(
+                    f"{name}={values[name]!r} was asked",
+                    limit=f"It must be {words}, not of the kind {type(values[name]).__name__}",
+                    way_out=f"Change {name}, or what is linked to it",
+                )
+    for name, allowed in _NUMBERS.items():
+        if name in values:
+            check_number(name, values[name], allowed)
+    if values["noise_range"] not in NOISE_RANGES:
+        raise RequestError(
+            f"noise_range={values['noise_range']!r} was asked",
+            limit=f"Known are {list(NOISE_RANGES)}",
+            way_out="Set noise_range to one of them",
+        )
 
 
 def _rate(family: FamilyDefaults, values: dict[str, Any]) -> float:

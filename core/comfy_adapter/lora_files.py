@@ -40,6 +40,8 @@ def check_prefix(prefix: str) -> None:
     target = (output / prefix).resolve()
     if (
         not prefix.strip()
+        # States lie under the same prefix in a folder of their own, which it must not lead out of either.
+        or b".." in parts
         or prefix.endswith(("/", "\\"))
         or target == output
         or not target.is_relative_to(output)

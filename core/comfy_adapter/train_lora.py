@@ -35,9 +35,16 @@ from .trainable_model import borrowed_model, check_trainable, training_dtype
 from .training import check_noise_levels
 from .training_helpers import check_helpers, describe_training, running_helpers
 from .training_preview import Previewer, PreviewInputs, can_show, check_preview
-from .training_request import COMPUTE_DTYPES, SAVE_DTYPES, PreviewSettings, SaveSettings, TrainingRequest
+from .training_request import (
+    COMPUTE_DTYPES,
+    RESUME_LATEST,
+    SAVE_DTYPES,
+    PreviewSettings,
+    SaveSettings,
+    TrainingRequest,
+)
 from .training_session import TrainingSession
-from .training_states import find_state
+from .training_states import find_state, note_complete, resume_version
 
 _LOG = get_logger("training")
 __all__ = [
@@ -122,6 +129,7 @@ def _run(
         check_noise_levels(model, request.levels)
         helpers = check_helpers(model, request)
         samples = read_examples(model, latents, positive, data, guidance=request.guidance)
+        begun = resume_version(saves.resume_from, saves.prefix)
         resumed = find_state(saves.resume_from, prefix=saves.prefix)
         start = None if resumed is None else read_state(resumed)
     dtype = training_dtype(model, request.compute_dtype)
@@ -162,6 +170,9 @@ def _run(
                 training = run.train(samples, request.training, session, helpers=started)
             tensors, state = session.lora(), training.state(identity)
     path = session.close(tensors, state)
+    is_complete = state.step == request.training.steps
+    if is_complete and saves.resume_from == RESUME_LATEST and session.states.last is not None:
+        note_complete(begun, session.states.last)
     return TrainedLora(tensors, {"loss": drawable(state.losses)}, state.step, path)
 
 

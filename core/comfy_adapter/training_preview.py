@@ -127,6 +127,8 @@ class Previewer:
             start = sampling.noise_scaling(sigmas[0], noise, clean.to(process.device), False)
 
         def predict(x: Tensor, sigma: Tensor) -> Tensor:
+            # A cancel does not wait for the picture.
+            comfy.model_management.throw_exception_if_processing_interrupted()
             positive = process.denoise(x, sigma, [caption])
             if other is None:
                 return positive

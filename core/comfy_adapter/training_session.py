@@ -29,8 +29,7 @@ from .training_states import RunStates, states_folder
 
 _LOG = get_logger("training")
 PREFIX = "diffusion_model."
-# Of the averages shown; about the last twenty steps count.
-_SMOOTHING = 0.95
+_SMOOTHING = 0.95  # of the averages shown; about the last twenty steps count
 
 
 class TrainingSession:
@@ -166,7 +165,7 @@ class TrainingSession:
         Raises:
             SaveError: If the LoRA is not sound, or something could not be written.
         """
-        kept, unsaved = None, None
+        kept = unsaved = None
         try:
             kept = self.states.save(state)
         except SaveError as error:
@@ -231,19 +230,22 @@ class TrainingSession:
         begun = self.start.step if self.start is not None else 0
         if training.step <= begun or not self.request.saves.prefix:
             return
-        if not training.weights.is_whole:
-            error.add_note("The error came in the middle of an optimizer step, so nothing was saved for it.")
-            return
         try:
             if self.manager is not None:
                 self.manager.after_backward()
+            is_whole = training.weights.is_whole or training.go_back()
+            if not is_whole or training.step <= begun:
+                error.add_note(
+                    "The error came inside an optimizer step, and there is no newer state to keep."
+                )
+                return
             self.save(lora=True)
         except FerryError as unsaved:
             _LOG.error("the training could not be saved: %s", unsaved)
             error.add_note(f"The training could not be saved either: {unsaved}")
-            return
-        error.add_note(f"The training is saved as of step {training.step}; go on with resume_from.")
-        self._tell(now=True)
+        else:
+            error.add_note(f"The training is saved as of step {training.step}; go on with resume_from.")
+            self._tell(now=True)
 
     def _measure(self, step: int, loss: float) -> None:
         seconds = _smooth(self.progress.seconds_per_step, time.perf_counter() - self._step_began)

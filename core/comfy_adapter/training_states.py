@@ -19,6 +19,8 @@ from .training_request import NO_RESUME, RESUME_LATEST
 
 _FOLDER = "training_states"
 _SUFFIX = ".safetensors"
+# Of trainings of this process, by the version of their last state.
+_BEGAN_FROM: dict[str, str] = {}
 
 
 def states_folder() -> Path:
@@ -82,14 +84,29 @@ def find_state(resume_from: str, *, prefix: str) -> Path | None:
 
 
 def resume_version(resume_from: str, prefix: str) -> str:
-    """Return a text that changes when another state, or a changed one, would be gone on from."""
+    """Return a text that changes when another state, or a changed one, would be gone on from.
+
+    With ``latest`` it does not change by the last state of a training that went on from there and did all its
+    steps: that prompt, asked again, has its result.
+    """
     try:
         path = find_state(resume_from, prefix=prefix)
     except RequestError as error:
         return str(error)
     if path is None:
         return NO_RESUME
-    return f"{path}:{_written_at(path)}"
+    version = f"{path}:{_written_at(path)}"
+    return _BEGAN_FROM.get(version, version) if resume_from == RESUME_LATEST else version
+
+
+def note_complete(begun: str, last: Path) -> None:
+    """Note that a training from ``latest`` has done all its steps.
+
+    Args:
+        begun: The ``resume_version`` that it began with.
+        last: Its last state.
+    """
+    _BEGAN_FROM[f"{last}:{_written_at(last)}"] = begun
 
 
 class RunStates:
@@ -106,15 +123,21 @@ class RunStates:
         self._folder: Path | None = None
         self._written: list[Path] = []
 
+    @property
+    def last(self) -> Path | None:
+        """The newest that this run has written, None before."""
+        return self._written[-1] if self._written else None
+
     def save(self, state: TrainingState) -> Path | None:
-        """Write ``state`` and return its path; None if it is there already or none are wanted.
+        """Write ``state``, unless it is there already, and return its path; None if none are wanted.
 
         Raises:
-            SaveError: If it could not be written; older states are as before.
+            SaveError: If it could not be written; older states are as before. Also if an older one cannot be
+                removed.
         """
         if not (self.prefix and self.keep):
             return None
-        if self._folder is None:
+        if self._folder is None or not self._folder.is_dir():
             try:
                 self._folder = _new_folder(states_folder() / self.prefix)
             except OSError as error:
@@ -123,18 +146,27 @@ class RunStates:
                     "disk, or allow writing there."
                 ) from error
         path = self._folder / f"step_{state.step:08}{_SUFFIX}"
-        if path in self._written:
-            return None
+        if path.exists():
+            return path
         save_state(path, state)
         self._written.append(path)
-        for old in self._written[: -self.keep]:
-            old.unlink(missing_ok=True)
-        self._written = self._written[-self.keep :]
+        self._drop_old()
         return path
+
+    def _drop_old(self) -> None:
+        while len(self._written) > self.keep:
+            old = self._written.pop(0)
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                raise SaveError(
+                    f"the newest state is saved, but the older {old} cannot be removed ({error}). Remove it."
+                ) from error
 
 
 def _clean(prefix: str) -> str:
-    return prefix.replace("\\", "/").strip("/")
+    """Return the prefix as it is found again by: without empty parts and those that mean "here"."""
+    return "/".join(part for part in prefix.strip().replace("\\", "/").split("/") if part not in ("", "."))
 
 
 def _new_folder(stem: Path) -> Path:

@@ -49,16 +49,21 @@ class NanGuard:
         self._put_back = put_back
         self._good: Any = None
         self._saved: Any = None
-        self._good_step = 0
+        self._good_step = self._good_attempt = 0
         self._in_a_row = 0
 
-    def passed(self, step: int) -> None:
+    @property
+    def good(self) -> tuple[Any, int, int] | None:
+        """The last state that worked, with its step and the attempt that it goes on with; None before one."""
+        return None if self._good is None else (self._good, self._good_step, self._good_attempt)
+
+    def passed(self, step: int, *, attempt: int) -> None:
         """Note that loss and gradients of a step are finite; called before the step changes anything."""
         self._in_a_row = 0
         if self._saved is not None:
-            self._good, self._good_step = self._saved, step
+            self._good, self._good_step, self._good_attempt = self._saved, step, attempt
         elif self._good is None or step % SNAPSHOT_EVERY == 0:
-            self._good, self._good_step = self._take(), step
+            self._good, self._good_step, self._good_attempt = self._take(), step, attempt
         self._saved = None
 
     def saved(self, state: Any) -> None:

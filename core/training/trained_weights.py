@@ -126,10 +126,13 @@ class TrainedWeights:
         if self.average is not None:
             self.average.load(state.averages)
         asked = [group["weight_decay"] for group in self.optimizer.param_groups]
+        # Its memory is free before the copy takes as much.
+        self.optimizer.state.clear()
         # It would go on in the copy's own tensors.
         self.optimizer.load_state_dict(_host_copy(state.optimizer))
         for group, weight_decay in zip(self.optimizer.param_groups, asked, strict=True):
             group["weight_decay"] = weight_decay
+        self.is_whole = True
 
     def check(self, state: WeightsState) -> None:
         """Refuse a copy of other weights.

@@ -136,7 +136,7 @@ class Training:
             return
         if self.step == 0:
             self.adapters.check_first_gradients()
-        self._guard.passed(self.step)
+        self._guard.passed(self.step, attempt=self._attempt - 1)
         self.weights.update(self.step)
         self.step += 1
         self.losses.append(loss)
@@ -248,8 +248,7 @@ class Training:
         Args:
             identity: See ``TrainingState``.
         """
-        weights = self.weights.state()
-        self._guard.saved(weights)
+        self._guard.saved(weights := self.weights.state())
         return TrainingState(
             step=self.step,
             attempt=self._attempt,
@@ -258,6 +257,15 @@ class Training:
             unused=list(self.adapters.unused),
             identity=dict(identity or {}),
         )
+
+    def go_back(self) -> bool:
+        """After an error inside an optimizer step, go to the last state kept; return whether there is one."""
+        if self._guard.good is None:
+            return False
+        weights, self.step, self._attempt = self._guard.good
+        self.weights.load(weights)
+        del self.losses[self.step :]
+        return True
 
     def load(self, state: TrainingState) -> None:
         """Go on from ``state``; its ``identity`` was checked before.

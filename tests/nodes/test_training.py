@@ -162,6 +162,22 @@ def test_a_bad_value_is_refused(widgets, output):
     assert os.listdir(output) == []
 
 
+def test_a_value_of_another_kind_which_a_link_may_bring_is_refused_by_name():
+    from comfyui_ferry.core.comfy_adapter import TrainingRequest, fill_auto
+
+    model, good = WAN.build(), defaults()
+    for name, default in good.items():
+        for value in (None, [], {}, "", "x", 7, -3.5, True, float("nan"), 10**400, b"x"):
+            same_kind = type(value) is type(default) or (isinstance(default, float) and value == 7)
+            # Of these texts one is a path or pattern, checked later, and "" none.
+            is_free_text = name in ("save_prefix", "resume_from", "targets") and isinstance(value, str)
+            if is_free_text or (same_kind and not isinstance(value, str | float)):
+                continue
+            with pytest.raises(RequestError, match=name):
+                filled = fill_auto(model, good | {name: value})
+                TrainingRequest.from_widgets(filled.values)
+
+
 def test_list_inputs_are_those_of_the_stock_dataset_nodes():
     model = WAN.build()
     first = run(model, [{"samples": noise(2, *WAN.latent_shape)}], [WAN.caption(0), WAN.caption(1)])

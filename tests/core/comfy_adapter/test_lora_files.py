@@ -43,7 +43,19 @@ def save(model, tensors, prefix):
 
 
 @pytest.mark.parametrize(
-    "prefix", ["../evil", "loras/../../evil", "/tmp/evil", "..", ".", "loras/", "", "  "]
+    "prefix",
+    [
+        "../evil",
+        "loras/../../evil",
+        "/tmp/evil",
+        "..",
+        ".",
+        "loras/",
+        "",
+        "  ",
+        "../output/x",
+        "a/../../output/x",
+    ],
 )
 def test_a_prefix_outside_is_refused(output, prefix):
     from comfyui_ferry.core.comfy_adapter.lora_files import check_prefix

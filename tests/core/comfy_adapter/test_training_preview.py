@@ -56,6 +56,7 @@ def temp(tmp_path, monkeypatch):
 
 
 def test_they_show_the_progress_and_change_nothing(temp, monkeypatch):
+    from comfyui_ferry.core.comfy_adapter.training_preview import Previewer
     from comfyui_ferry.core.comfy_adapter.training_session import TrainingSession
     from PIL import Image
 
@@ -84,6 +85,17 @@ def test_they_show_the_progress_and_change_nothing(temp, monkeypatch):
     assert unseen.loss_map == plain.loss_map
     assert [note.split(":")[0] for note in notes] == ["no preview of step 2", "no preview of step 4"]
     assert notes[0].endswith("out of memory") and "file" in notes[1]
+    # A cancel does not wait for the picture either.
+    import comfy.model_management as management
+
+    make = Previewer.make
+    monkeypatch.setattr(
+        Previewer, "make", lambda *a: (management.interrupt_current_processing(True), make(*a))
+    )
+    seen = len(vae.latents)
+    with pytest.raises(management.InterruptProcessingException):
+        train("wan", previews={"every": 1, "steps": 1}, inputs=inputs, **changes)
+    assert len(vae.latents) == seen
 
 
 def out_of_memory():

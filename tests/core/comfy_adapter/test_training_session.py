@@ -49,10 +49,21 @@ def test_three_steps_and_three_more_are_six(output, whole):
         "training_states/tiny_00001/step_00000002.safetensors",
         "training_states/tiny_00001/step_00000003.safetensors",
     ]
+    before = version()
     second = train(offload=offload, resume_from="latest")
     assert second.steps == 6
     assert second.loss_map == whole.loss_map
     assert all(torch.equal(second.lora[name], value) for name, value in whole.lora.items())
+    # Its own last state does not make ComfyUI run the same prompt again; another training's does.
+    assert version() == before
+    train(steps=1, training={"warmup_steps": 0})
+    assert version() != before
+
+
+def version():
+    from comfyui_ferry.nodes.training import TrainLoraOffload
+
+    return TrainLoraOffload.fingerprint_inputs(resume_from=["latest"], save_prefix=["tiny"])
 
 
 def test_another_training_is_refused_by_name(output):
@@ -128,7 +139,7 @@ def test_a_step_that_runs_out_of_memory_once_is_repeated(output, monkeypatch, wh
     assert all(torch.equal(result.lora[name], value) for name, value in whole.lora.items())
 
 
-@pytest.mark.parametrize("kind", ["cancel", "error"])
+@pytest.mark.parametrize("kind", ["cancel", "error", "error in the optimizer"])
 def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, monkeypatch, kind, whole):
     import comfy.model_management as management
     import comfy.utils
@@ -138,6 +149,16 @@ def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, mon
     def break_off(session):
         if kind == "cancel":
             management.interrupt_current_processing(True)
+        elif kind == "error in the optimizer":
+            session.save(lora=False)  # what is gone back to
+            optimizer = session.training.weights.optimizer
+            step = optimizer.step
+
+            def half_a_step():
+                step()
+                raise ArithmeticError("broken")
+
+            optimizer.step = half_a_step
         else:
             original = management.throw_exception_if_processing_interrupted
 

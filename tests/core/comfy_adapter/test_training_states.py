@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 from comfyui_ferry.core.errors import RequestError, SaveError
@@ -30,7 +31,7 @@ def test_a_run_keeps_its_newest_and_leaves_other_runs_alone(states):
     first.save(at(1))
     for step in (1, 2, 3):
         second.save(at(step))
-    assert second.save(at(3)) is None
+    assert second.save(at(3)) == second.last and second.last.name == "step_00000003.safetensors"
     assert set(states.state_names()) == {
         "a/b_00001/step_00000001.safetensors",
         "a/b_00002/step_00000002.safetensors",
@@ -91,6 +92,29 @@ def test_a_failed_save_leaves_the_older_state(states, monkeypatch):
     with pytest.raises(SaveError):
         run.save(at(2))
     assert states.state_names() == ["a_00001/step_00000001.safetensors"]
+
+
+def test_an_older_state_that_cannot_be_removed_is_named_and_a_lost_folder_is_made_anew(states, monkeypatch):
+    run = states.RunStates("a", keep=1)
+    run.save(at(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(states.Path, "unlink", refuse_old)
+        with pytest.raises(SaveError, match=r"newest state is saved.*step_00000001"):
+            run.save(at(2))
+    assert len(states.state_names()) == 2
+    shutil.rmtree(run.last.parent)
+    run.save(at(3))
+    assert states.state_names() == ["a_00001/step_00000003.safetensors"]
+
+
+def refuse_old(path, missing_ok=False):
+    if path.name == "step_00000001.safetensors":
+        raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_prefix_is_found_again_however_it_is_written(states):
+    states.RunStates("./a//b/", keep=1).save(at(1))
+    assert states.find_state("latest", prefix="a/b") == states.find_state("latest", prefix="./a//b/")
 
 
 @pytest.mark.parametrize("name", ["latest", "../secret.safetensors", "/etc/passwd", "x/y.safetensors"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -35,13 +38,13 @@ def test_tensors_and_metadata_read_back(tmp_path):
     assert os.listdir(tmp_path) == ["lora.safetensors"]
 
 
-@pytest.mark.parametrize("error", [SaveError("refused"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [SaveError("refused"), KeyboardInterrupt(), OSError(5, "broken disk")])
 def test_a_refused_file_is_removed(tmp_path, error):
     def refuse(path):
         assert path.exists()
         raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(SaveError if isinstance(error, OSError) else type(error)):
         save_verified(tmp_path / "lora.safetensors", tensors(), metadata={}, verify=refuse)
     assert os.listdir(tmp_path) == []
 
@@ -55,6 +58,26 @@ def test_a_failing_disk_leaves_nothing(tmp_path, monkeypatch, broken):
     with pytest.raises(SaveError, match="No space left"):
         save_verified(tmp_path / "lora.safetensors", tensors(), metadata={}, verify=accept)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL])
+def test_a_name_that_the_disk_does_not_confirm_is_told_and_the_file_kept(tmp_path, monkeypatch, code):
+    fsync, seen = os.fsync, []
+
+    def fail(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, "no")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    path = tmp_path / "lora.safetensors"
+    # Some file systems have no such call, which is no failure.
+    expected = (
+        pytest.raises(SaveError, match="is written and reads back") if code == errno.EIO else nullcontext()
+    )
+    with expected:
+        save_verified(path, tensors(), metadata={}, verify=seen.append)
+    assert seen == [path] and read_lora(path).keys() == tensors().keys()
 
 
 def test_an_existing_file_is_kept(tmp_path):

@@ -39,13 +39,15 @@ def test_skip_then_go_back_then_give_up():
     def fail():
         return guard.failed(trouble, step=7, steps=9, learning_rate=1.0)
 
-    guard.passed(3)
+    assert guard.good is None
+    guard.passed(3, attempt=4)
     state["value"] = 2
     assert "the step is skipped" in fail()
     assert state["value"] == 2
     assert "back at step 3" in fail()
     assert state["value"] == 1
-    guard.passed(8)
+    guard.passed(8, attempt=9)
+    assert guard.good == ({"value": 1}, 3, 4)
     for _ in range(GIVE_UP_AFTER - 1):
         fail()
     with pytest.raises(TrainingError, match=r"the loss of step 8 of 9 .* the output of first, 5 times"):
