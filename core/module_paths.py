@@ -6,9 +6,16 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+
 from torch import nn
 
 from .errors import PlanError
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole name of digits
+_NEAR = 3
+"""Most paths that a message proposes."""
 
 
 def find_modules(root: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
@@ -17,25 +24,38 @@ def find_modules(root: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     Raises:
         PlanError: If nothing matches; the message names the part that failed and what is there.
     """
-    found: list[tuple[str, nn.Module]] = [("", root)]
-    if path == "":
-        return found
-    for part in path.split("."):
-        found = [match for name, module in found for match in _step(name, module, part)]
-        if not found:
-            raise PlanError(
-                f"module path {path!r} does not resolve in {type(root).__name__}: nothing matches {part!r}. "
-                f"Top-level modules are {[name for name, _ in root.named_children()]}. Correct the path."
-            )
+    found, missing = _follow(root, path)
+    if missing is not None:
+        near = _near_paths(root, path)
+        raise PlanError(
+            f"module path {path!r} does not resolve in {type(root).__name__}: nothing matches {missing!r}. "
+            + (f"Near it are {', '.join(near)}. " if near else "")
+            + f"Top-level modules are {[name for name, _ in root.named_children()]}. Correct the path."
+        )
     return found
 
 
 def has_modules(root: nn.Module, path: str) -> bool:
     """Return whether ``path`` selects at least one module."""
-    try:
-        return bool(find_modules(root, path))
-    except PlanError:
-        return False
+    return _follow(root, path)[1] is None
+
+
+def _follow(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], str | None]:
+    """Return what ``path`` selects, and the part of it that nothing matches, if there is one."""
+    found: list[tuple[str, nn.Module]] = [("", root)]
+    for part in path.split(".") if path else []:
+        found = [match for name, module in found for match in _step(name, module, part)]
+        if not found:
+            return [], part
+    return found, None
+
+
+def _near_paths(root: nn.Module, path: str) -> list[str]:
+    """Return paths of the model that may have been meant, with ``*`` for numbers: same ends, then close ones."""
+    known = list(dict.fromkeys(_NUMBER.sub("*", name) for name, _ in root.named_modules() if name))
+    wanted = _NUMBER.sub("*", path.lower())
+    same_end = [name for name in known if name.endswith(f".{wanted}")]
+    return list(dict.fromkeys([*same_end, *difflib.get_close_matches(wanted, known, n=_NEAR)]))[:_NEAR]
 
 
 def _step(name: str, module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:

@@ -30,3 +30,17 @@ def test_a_path_that_matches_nothing_is_an_error(model):
     with pytest.raises(PlanError, match=r"blocks\.\*\.attention.*'attention'.*\['blocks', 'head'\]"):
         find_modules(model, "blocks.*.attention")
     assert not has_modules(model, "tail")
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("block.*.atn", r"blocks\.\*\.attn"),
+        ("BLOCKS.0", r"blocks\.\*"),
+        ("attn", r"blocks\.\*\.attn"),
+        ("blocks.9.mlp", r"blocks\.\*\.mlp"),
+    ],
+)
+def test_the_error_proposes_what_may_have_been_meant(model, path, near):
+    with pytest.raises(PlanError, match=rf"Near it are {near}[,.]"):
+        find_modules(model, path)

@@ -100,7 +100,7 @@ def test_patterns_choose_and_take_away():
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        ("block.0", "nothing matches 'block'"),
+        ("block.0", r"nothing matches 'block'\. Near it are blocks\.\*, "),
         ("blocks.*.attn.norm_q", "No Linear layer"),
         ("-blocks", "leaves no Linear layer"),
     ],
