@@ -51,7 +51,7 @@ def _follow(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], st
 
 
 def _near_paths(root: nn.Module, path: str) -> list[str]:
-    """Return paths of the model that may have been meant, with ``*`` for numbers: same ends, then close ones."""
+    """Return paths that may have been meant, ``*`` for numbers: those of the same end, then close ones."""
     known = list(dict.fromkeys(_NUMBER.sub("*", name) for name, _ in root.named_modules() if name))
     wanted = _NUMBER.sub("*", path.lower())
     same_end = [name for name in known if name.endswith(f".{wanted}")]
