@@ -82,7 +82,15 @@ def cache_training_set(
 
     Raises:
         RequestError: If the VAE cannot take the pictures, a file changed, or a result is not finite.
+        SaveError: If the disk does not take a file.
     """
+    for name, encoder in (("clip", clip), ("vae", vae)):
+        if encoder is None:
+            raise RequestError(
+                f"{name} is empty",
+                limit="The checkpoint that it comes from holds none",
+                way_out="Load text encoder and VAE from their own files",
+            )
     controls = [item.control for item in training_set.items if item.control is not None]
     check_vae_takes([*training_set.items, *controls], vae)
     check_start(training_set.items, start_image)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ...errors import SaveError
 from .content_digest import content_digest
 
 _FORMAT = "comfyui_ferry.training_cache"
@@ -101,24 +102,33 @@ class CacheFolder:
         """Write a file, replacing a broken one.
 
         Raises:
-            OSError: If the disk does not take it; nothing is left then.
+            SaveError: If the disk does not take it; nothing is left then.
         """
-        path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         # A view of a larger tensor would be refused, and a shared one stored twice.
         kept = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
         plain = json.loads(json.dumps(dict(values)))
         metadata = {"checksum": _checksum(key, kept, plain), "values": json.dumps(plain)}
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(save(kept, metadata))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+            _write_whole(self.path(key), save(kept, metadata))
+        except OSError as error:
+            raise SaveError(
+                f"the training cache in {self.folder} could not be written ({error}). Free the disk, or mend "
+                "the folder, and run again: what was encoded before is found there."
+            ) from error
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
 
 
 def _checksum(key: str, tensors: Mapping[str, Tensor], values: Any) -> str:

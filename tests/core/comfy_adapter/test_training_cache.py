@@ -223,6 +223,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_encoded(root, output):
     odd = load_training_folder(root, "cats", FolderOptions(resolution_px=36, step_px=12, max_upscale=9.0))
     with pytest.raises(RequestError, match=r"brought to 36x36.*multiples of 8"):
         cache(odd, clip, vae)
+    for empty in ((None, vae), (clip, None)):  # as a checkpoint without text encoder or VAE gives them
+        with pytest.raises(RequestError, match="is empty"):
+            cache(load(root), *empty)
     assert encoded(clip, vae) == (0, 0)
     assert not output.exists()
     with pytest.raises(RequestError, match="together with latents"):

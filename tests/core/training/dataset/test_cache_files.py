@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from comfyui_ferry.core.errors import SaveError
 from comfyui_ferry.core.training.dataset import BrokenCacheError, CacheFolder, cache_key
 
 KEY = cache_key("something", 1)
@@ -62,6 +63,10 @@ def test_a_failed_write_leaves_nothing(files, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     other = cache_key("another")
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(SaveError, match=r"could not be written \(disk full\)"):
         files.write(other, TENSORS, VALUES)
     assert list(files.path(other).parent.glob("*")) == []
+    (files.folder / other[:2]).rmdir()
+    (files.folder / other[:2]).write_bytes(b"a file in place of the folder")
+    with pytest.raises(SaveError, match="could not be written"):
+        files.write(other, TENSORS, VALUES)
