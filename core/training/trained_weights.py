@@ -156,6 +156,21 @@ class TrainedWeights:
                 limit="An average has to run from the first step",
                 way_out="Set ema_decay to 0, or start a new training",
             )
+        self._check_optimizer(state.optimizer)
+
+    def _check_optimizer(self, state: Mapping[str, Any]) -> None:
+        expected, found = self.optimizer.state_dict()["param_groups"], state.get("param_groups", [])
+        missing = [
+            sorted(new.keys() - old.keys())
+            for new, old in zip(expected, found, strict=False)
+            if new["params"] != old.get("params") or new.keys() - old.keys()
+        ]
+        if len(expected) != len(found) or missing:
+            raise RequestError(
+                f"a training state of another version of {type(self.optimizer).__name__} was given",
+                limit=f"Its optimizer's part does not fit this one; what it lacks: {missing[:1]}",
+                way_out="Install the version that wrote it, or start a new training",
+            )
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():

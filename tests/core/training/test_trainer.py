@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 
@@ -294,6 +295,17 @@ def test_a_state_with_all_steps_done_is_refused():
         run.run()
         with pytest.raises(RequestError, match="Raise steps above 3"):
             run.load(run.state())
+
+
+def test_a_state_whose_optimizer_is_of_another_version_is_refused():
+    with training(build(), callbacks=Callbacks(after_step=lambda *_: run.stop())) as run:
+        run.run()
+        state = run.state()
+        del state.weights.optimizer["param_groups"][0]["betas"]
+        for optimizer in (state.weights.optimizer, {}):
+            weights = dataclasses.replace(state.weights, optimizer=optimizer)
+            with pytest.raises(RequestError, match="another version of AdamW"):
+                run.load(dataclasses.replace(state, weights=weights))
 
 
 def test_one_bad_batch_is_skipped_and_changes_nothing():
