@@ -20,13 +20,13 @@ from ..parallel import (
     refuse_inputs,
 )
 from ..plans import find_plan
+from .empty_model import build_empty_model
 from .gpu_speed import describe_machine
 from .model_export import class_path, describe_model, innermost_forward
 from .nested import map_tensors
 from .parallel_model import ParallelPatcher, attach_run
 from .quantized_parts import max_cut
 from .sampling import check_conditioning, check_latent
-from .worker_model import build_empty_model
 
 
 @dataclass(frozen=True)

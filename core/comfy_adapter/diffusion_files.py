@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import folder_paths
 import torch
 
 from ..errors import RequestError
-from ..offload import WeightFile
-from .gguf_files import GGUF_SUFFIX, read_gguf
+from ..offload import MappedFile, WeightFile
+from .gguf_files import GGUF_SUFFIX, open_gguf
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _PLAIN_SUFFIXES = (".safetensors", ".sft")
@@ -55,10 +56,8 @@ def find_diffusion_model(name: str) -> Path:
     )
 
 
-def open_diffusion_model(path: Path) -> tuple[list[WeightFile], dict[str, torch.Tensor], dict[str, str]]:
+def open_diffusion_model(path: Path) -> tuple[Sequence[MappedFile], dict[str, torch.Tensor], dict[str, str]]:
     """Return the files of a model, its tensors by name (over the files' bytes), and its metadata.
-
-    A GGUF file's tensors are in memory of their own, and no file is returned.
 
     Raises:
         RequestError: If a file is missing, not whole, or of another kind.
@@ -66,12 +65,13 @@ def open_diffusion_model(path: Path) -> tuple[list[WeightFile], dict[str, torch.
     if path.name.endswith(_INDEX_SUFFIX):
         files, owners = _open_shards(path)
     elif path.suffix.lower() == GGUF_SUFFIX:
-        return [], read_gguf(path), {}
+        file, tensors = open_gguf(path)
+        return [file], tensors, {}
     elif path.suffix.lower() in _PLAIN_SUFFIXES:
         files, owners = [WeightFile(path)], None
     else:
         raise _refusal(path, "Only safetensors and GGUF files are read", "Convert it, or use a stock loader")
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for file in files:
         for name, tensor in file.tensors().items():
             if owners is None or owners.get(name) == file.path.name:

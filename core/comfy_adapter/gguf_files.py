@@ -1,6 +1,6 @@
-"""GGUF files, read by the ``gguf`` package and dequantized while they are loaded.
+"""GGUF files, whose headers the package ``gguf`` reads.
 
-So a GGUF model streams in 16 bits: the file is small, the memory is that of the whole model.
+A quantized matrix stays what it is in the file, a ``PackedWeight``. Other tensors are made numbers here.
 
 Source: https://github.com/ggml-org/llama.cpp/tree/master/gguf-py. Image models note a tensor's true shape
 under ``comfy.gguf.orig_shape.<name>`` where GGUF's own cannot hold it.
@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
+from ..offload import GGUF_FORMATS, MappedFile, PackedWeight
 from .gguf_header import check_header
 
 GGUF_SUFFIX = ".gguf"
-_PLAIN = {"F32": torch.float32, "F16": torch.float16}
+# What quantized values become: a file says nothing of a dtype to compute in.
+_DTYPE = torch.bfloat16
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHAPE_FIELD = "comfy.gguf.orig_shape."
 _BAD_FILE_ERRORS = (
     ValueError,
@@ -33,15 +36,18 @@ _BAD_FILE_ERRORS = (
 )
 
 
-def read_gguf(path: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a GGUF file by name: F32 and F16 as they are, all other types as bf16.
+def open_gguf(path: Path) -> tuple[MappedFile, dict[str, torch.Tensor]]:
+    """Return a GGUF file and every tensor of it by name, over the file's bytes.
+
+    Plain ones are what they are; quantized matrices are ``PackedWeight`` objects in bf16, and other quantized
+    tensors bf16 in memory of their own.
 
     Raises:
-        RequestError: If the package is not installed, or the file is not whole or not sound.
+        RequestError: If the package is not installed, the file is not whole or not sound, or has a type that
+            is not known here.
     """
     try:
         gguf: Any = importlib.import_module("gguf")
-        quants: Any = importlib.import_module("gguf.quants")
     except ImportError as error:
         raise RequestError(
             f"loading {path.name} was asked",
@@ -51,9 +57,13 @@ def read_gguf(path: Path) -> dict[str, torch.Tensor]:
     try:
         check_header(path)
         reader = gguf.GGUFReader(path)
-        if sum(int(tensor.n_bytes) for tensor in reader.tensors) > path.stat().st_size:
-            raise ValueError("its tensors share bytes")
-        return {tensor.name: _dequantize(reader, tensor, quants) for tensor in reader.tensors}
+        file = MappedFile(path)
+        _check_places(reader.tensors, file.size_bytes)
+        kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+        _check_known(path, kinds)
+        return file, {tensor.name: _open_tensor(file, reader, tensor) for tensor in reader.tensors}
+    except RequestError:
+        raise
     except _BAD_FILE_ERRORS as error:
         raise RequestError(
             f"loading {path.name} was asked",
@@ -62,14 +72,38 @@ def read_gguf(path: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _dequantize(reader: Any, tensor: Any, quants: Any) -> torch.Tensor:
+def _check_places(tensors: Any, size_bytes: int) -> None:
+    reached = 0
+    for first, count in sorted((int(tensor.data_offset), int(tensor.n_bytes)) for tensor in tensors):
+        if first < reached:
+            raise ValueError("its tensors share bytes")
+        reached = first + count
+    if reached > size_bytes:
+        raise ValueError("it ends before its tensors do")
+
+
+def _check_known(path: Path, kinds: dict[str, str]) -> None:
+    known = [*_PLAIN, *GGUF_FORMATS]
+    foreign = sorted(f"{name} ({kind})" for name, kind in kinds.items() if kind not in known)
+    if foreign:
+        raise RequestError(
+            f"loading {path.name} was asked, in which {len(foreign)} tensors are {', '.join(foreign[:3])}",
+            limit=f"Of GGUF's types, {', '.join(known)} are known",
+            way_out="Download the model in one of these",
+        )
+
+
+def _open_tensor(file: MappedFile, reader: Any, tensor: Any) -> torch.Tensor:
     kind = tensor.tensor_type.name
-    array = quants.dequantize(tensor.data, tensor.tensor_type)
-    # Plain types come as a view of the mapped file.
-    values = torch.from_numpy(array if array.flags.writeable else array.copy())
+    first = int(tensor.data_offset)
+    stop = first + int(tensor.n_bytes)
+    stored = [int(size) for size in reversed(tensor.shape)]
     field = reader.get_field(_SHAPE_FIELD + tensor.name)
-    if field is None:
-        shape = [int(size) for size in reversed(tensor.shape)]
-    else:
-        shape = [int(field.parts[index][0]) for index in field.data]
-    return values.reshape(shape).to(_PLAIN.get(kind, torch.bfloat16))
+    shape = stored if field is None else [int(field.parts[index][0]) for index in field.data]
+    if kind in _PLAIN:
+        return file.tensor(_PLAIN[kind], tuple(stored), first, stop).reshape(shape)
+    layout = GGUF_FORMATS[kind]
+    row_bytes = stored[-1] // layout.weights * layout.nbytes
+    blocks = file.tensor(torch.uint8, ((stop - first) // row_bytes, row_bytes), first, stop)
+    packed = PackedWeight(blocks, kind, (_DTYPE,))
+    return packed if len(stored) == 2 and shape == stored else packed.dense().reshape(shape)

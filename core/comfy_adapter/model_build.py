@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
+from ..offload import PackedWeight
 
 WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -28,6 +29,9 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
+
+# ComfyUI's layers that call torch.nn.functional.linear; its others have products of their own.
+_PLAIN_LINEAR = ("comfy.ops.disable_weight_init.Linear", "comfy.ops.manual_cast.Linear")
 
 _lock = threading.Lock()
 # What ComfyUI's detection raises on tensors that are no model of its.
@@ -105,9 +109,22 @@ def _load_model_weights(self: Any, sd: dict[str, Any], unet_prefix: str = "", as
     missing, _ = denoiser.load_state_dict(weights, strict=False, assign=True)
     _check_complete(denoiser, missing)
     for name, tensor in _tensors(denoiser).items():
-        if wanted.get(name, tensor.dtype) != tensor.dtype and not is_traceable_wrapper_subclass(tensor):
+        if isinstance(tensor, PackedWeight):
+            _settle_packed(denoiser, name, wanted[name])
+        elif wanted.get(name, tensor.dtype) != tensor.dtype and not is_traceable_wrapper_subclass(tensor):
             _cast(denoiser, name, wanted[name])
     return self
+
+
+def _settle_packed(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Leave a packed weight so where its layer multiplies by it and nothing else; dense elsewhere."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    tensor = owner._parameters[last]
+    weight: Any = tensor.to(dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    if last != "weight" or f"{type(owner).__module__}.{type(owner).__qualname__}" not in _PLAIN_LINEAR:
+        weight = weight.to(dtype, copy=True)
+    owner._parameters[last] = nn.Parameter(weight, requires_grad=False)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
-from . import quantized
+from . import packed_weights, quantized
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -54,6 +54,9 @@ def describe_model(model: Any) -> dict[str, Any]:
     }
     if operations == quantized.OPERATIONS:
         description["quantized"] = quantized.describe_layers(module)
+    packed = packed_weights.describe(module)
+    if packed:
+        description["packed"] = packed
     return description
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import RequestError
-from ..offload import ModelStreamer, StreamConfig, StreamPool, WeightFile, alias, point_at
+from ..offload import MappedFile, ModelStreamer, StreamConfig, StreamPool, alias, point_at
 from .diffusion_files import find_diffusion_model, open_diffusion_model
 from .model_build import build_diffusion_model
 from .model_stream import ModelStream
@@ -107,12 +107,6 @@ def load_offloaded(
     path = find_diffusion_model(name)
     pool = choose_pool(comfy.model_management.get_torch_device(), config, share_with)
     files, tensors, metadata = open_diffusion_model(path)
-    if not files and config.ram_limit_bytes is not None:
-        raise RequestError(
-            f"a RAM budget of {ram_gb} GB was asked for {name}",
-            limit="The weights of a GGUF file are dequantized into RAM, all of them",
-            way_out="Set the RAM budget to 0, or use a safetensors file",
-        )
     patcher = build_diffusion_model(name, tensors, metadata, weight_dtype=weight_dtype)
     return attach_stream(patcher, pool, files=files, node_id=node_id)
 
@@ -121,7 +115,7 @@ def attach_stream(
     patcher: Any,
     pool: StreamPool,
     *,
-    files: Sequence[WeightFile] = (),
+    files: Sequence[MappedFile] = (),
     node_id: str | None = None,
     caches_modulation: bool = True,
     when_moved: Callable[[torch.Tensor], None] | None = None,

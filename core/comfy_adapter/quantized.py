@@ -14,6 +14,8 @@ import comfy.ops
 import torch
 from torch import nn
 
+from . import packed_weights
+
 OPERATIONS = "mixed_precision_ops"
 _LINEAR = f"{OPERATIONS}.<locals>.MixedPrecisionOps.Linear"
 INT8_LAYOUT = "TensorWiseINT8Layout"
@@ -42,7 +44,7 @@ def is_quantized(tensor: Any) -> bool:
 def plain_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that one parameter is made of, by name; itself if it is not quantized."""
     if not is_quantized(tensor):
-        return {name: tensor}
+        return packed_weights.plain_tensors(name, tensor)
     scales = scales_of(tensor)
     values = {f"{name}{_VALUES}": tensor._qdata}  # type: ignore[attr-defined]
     return values | {f"{name}:{field}": scale for field, scale in scales.items()}

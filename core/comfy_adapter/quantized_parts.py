@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import RequestError
+from ..offload import PackedWeight
 from ..parallel import (
     ModelPlan,
     TensorPart,
@@ -30,6 +31,7 @@ from ..parallel import (
     join_pieces,
     max_tensor_degree,
 )
+from . import packed_weights
 from .quantized import INT8_LAYOUT, MXFP8_LAYOUT, NVFP4_LAYOUT, is_mixed_linear, is_quantized, scales_of
 from .row_ranges import layout_of, range_columns
 
@@ -160,6 +162,8 @@ def cut(tensor: torch.Tensor, part: TensorPart, *, join: Join = join_pieces) -> 
     """
     if not part.ranges:
         return None
+    if isinstance(tensor, PackedWeight):
+        return packed_weights.cut(tensor, part, join)
     if not is_quantized(tensor):
         return join(part.pieces(tensor), part.dim)
     weight: Any = tensor

@@ -19,7 +19,7 @@ import comfy.utils
 import comfy.weight_adapter
 import torch
 
-from ..offload import WeightChange
+from ..offload import PackedWeight, WeightChange
 
 Patches = Mapping[str, Sequence[tuple]]
 
@@ -138,6 +138,8 @@ def _change(
     master: Callable[[str], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def apply(weight: torch.Tensor) -> torch.Tensor:
+        if isinstance(weight, PackedWeight):  # it stays packed; its products are with the patched weight
+            return weight.changed(apply)
         _, set_function, convert_function = comfy.model_patcher.get_key_weight(model, key)
         for stage, dtype in zip(stages, (_compute_dtype(weight.device), torch.float32), strict=True):
             if not stage:

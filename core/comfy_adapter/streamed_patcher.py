@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import RequestError
+from ..offload import PackedWeight
 from .model_stream import ModelStream, stream_of
 from .stream_patches import PatchValues, weight_changes
 
@@ -165,6 +166,15 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
         weight = master if device_to is None else master.to(device_to)
         return changes[key].apply(weight) if key in changes else weight
 
+    def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> Any:
+        """Return what newer ComfyUI writes to a file.
+
+        Raises:
+            RequestError: If weights are in GGUF's blocks.
+        """
+        self._check_saving()
+        return super().model_state_dict_for_saving(model, prefix)  # pyright: ignore[reportAttributeAccessIssue]
+
     def pin_weight_to_device(self, key: str) -> None:
         """Do nothing: the arena is pinned as a whole."""
         if self.stream is None:
@@ -203,10 +213,20 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
                 limit="A compiled model keeps the weights that it was compiled with",
                 way_out="Remove the compile node, or load the model with a stock loader",
             )
+        if force_patch_weights:
+            self._check_saving()
         saves_lazily = hasattr(comfy.model_patcher.ModelPatcher, "model_state_dict_for_saving")
         if force_patch_weights and self.patches and not saves_lazily:
             raise RequestError(
                 "saving a streamed MODEL with patches was asked",
                 limit="In this ComfyUI version a saved MODEL must hold its patched weights",
                 way_out="Connect the saving node before Offload Model",
+            )
+
+    def _check_saving(self) -> None:
+        if any(isinstance(weight, PackedWeight) for weight in self.model.parameters()):
+            raise RequestError(
+                "saving a MODEL of a GGUF file was asked",
+                limit="Its weights are in GGUF's blocks, which ComfyUI's files do not hold",
+                way_out="Save a MODEL that was loaded from a safetensors file",
             )

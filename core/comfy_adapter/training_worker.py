@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from ..errors import TrainingError
 from ..offload import SharedMasters
 from ..training import LOSSES, LoraConfig, OffloadSettings, Trouble, find_layer, seed_torch
-from . import quantized
+from . import packed_weights, quantized
+from .empty_model import build_empty_model
 from .nested import map_tensors
 from .prepared_model import prepared_network
 from .trainable_model import in_training
-from .worker_model import build_empty_model
 
 
 class TrainingWorker:
@@ -160,6 +160,7 @@ def _fill(module: nn.Module, message: Mapping[str, Any]) -> None:
     tensors = {name: stand_ins[place] for name, place in message["names"].items()}
     if "quantized" in message["description"]:
         tensors = quantized.restore_layers(module, message["description"]["quantized"], tensors)
+    tensors = packed_weights.join(message["description"].get("packed", {}), tensors)
     made: dict[int, nn.Parameter] = {}  # tied weights stay tied
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")

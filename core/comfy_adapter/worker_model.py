@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import comfy.float
 import comfy.lora
 import comfy.model_management
-import comfy.ops
 import comfy.utils
 import torch
 from torch import nn
 
-from ..offload import WeightChange
+from ..offload import PackedWeight, WeightChange
 from ..parallel import (
     ModelPlan,
     ParallelHandle,
@@ -23,8 +22,9 @@ from ..parallel import (
 )
 from ..plans import find_plan
 from ..workers import ProgressCounter
-from . import quantized
+from . import packed_weights, quantized
 from .acceleration import Acceleration, check_streamed
+from .empty_model import build_empty_model, whole_weights
 from .model_export import named_parameters
 from .patch_arithmetic import lora_dtype, rounding_seed
 from .patch_messages import PREFIX, decode_patches
@@ -63,7 +63,7 @@ class WorkerModel:
         self.layout = layout
         self.module = self._build(description)
         self.prefix: str = description.get("patch_prefix", PREFIX)
-        self.weights = _whole_weights(self.module, description, weights)
+        self.weights = whole_weights(self.module, description, weights)
         plan = self._find_plan(description["class_path"])
         tensor = find_tensor_handle(self.module, plan, layout)
         shards = None if tensor is None else tensor.shards
@@ -134,8 +134,12 @@ class WorkerModel:
             return sorted(self.patched)
 
         def patched(name: str) -> torch.Tensor | None:
+            whole = self.weights[name]
+            held = self.held.place(name, whole) if isinstance(whole, PackedWeight) else None
+            if isinstance(held, PackedWeight):
+                return self._patched_part(name, patches[name], held)
             # Patched whole, then cut: a rank has the very numbers of the whole, stochastic rounding too.
-            whole = self._patched_weight(name, patches[name], self.weights[name])
+            whole = self._patched_weight(name, patches[name], whole)
             self.progress.mark()
             return self.held.own(name, whole)
 
@@ -201,27 +205,28 @@ class WorkerModel:
         self._changes += 1
         held = named_parameters(self.module).keys()
 
-        def change(name: str, entries: list[tuple]) -> Callable[[torch.Tensor], torch.Tensor]:
-            if self.held.find(name) is None:
-                return lambda weight: self._patched_weight(name, entries, weight)
-
-            def apply(weight: torch.Tensor) -> torch.Tensor:
-                # Patched whole and then cut, see above.
-                local = self.held.own(name, self._patched_weight(name, entries, self.weights[name]))
-                assert local is not None
-                return local
-
-            return apply
-
         return {
-            name: WeightChange((self._changes, name), change(name, entries))
+            name: WeightChange((self._changes, name), functools.partial(self._patched_part, name, entries))
             for name, entries in patches.items()
             if name in held
         }
 
+    def _patched_part(self, name: str, entries: list[tuple], held: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of a weight, with its patches; a packed one gets them in use."""
+        if isinstance(held, PackedWeight):
+            return held.changed(functools.partial(self._patched_part, name, entries))
+        if self.held.find(name) is None:
+            return self._patched_weight(name, entries, held)
+        # Patched whole and then cut, see above.
+        local = self.held.own(name, self._patched_weight(name, entries, self.weights[name]))
+        assert local is not None
+        return local
+
     def _patched_weight(self, name: str, entries: list[tuple], weight: torch.Tensor) -> torch.Tensor:
         """Return a whole weight, given as it is in the file on any device, with its patches."""
         key = self.prefix + name
+        if isinstance(weight, PackedWeight):
+            weight = packed_weights.dense_on(weight, self.device)
         compute = comfy.model_management.cast_to_device(
             weight, self.device, lora_dtype(self.device), copy=True
         )
@@ -236,39 +241,3 @@ class WorkerModel:
         if attribute == "weight" and quantized.is_mixed_linear(self.module.get_submodule(owner_path)):
             return patched.to(weight.dtype)  # what such a layer does with a weight that is not quantized
         return comfy.float.stochastic_rounding(patched, weight.dtype, seed=seed)
-
-
-def build_empty_model(description: Mapping[str, Any]) -> nn.Module:
-    """Return the described diffusion model on the CPU, its weights not initialised."""
-    module_path, _, class_name = description["class_path"].rpartition(".")
-    if not module_path.startswith("comfy."):
-        raise ValueError(f"{description['class_path']} is no model of ComfyUI")
-    cls = getattr(importlib.import_module(module_path), class_name)
-    if "quantized" in description:
-        operations = quantized.make_operations(description["quantized"])
-    else:
-        operations = getattr(comfy.ops, description["operations"])
-    # Not on the meta device: some classes compute buffers and tables in their constructor. ComfyUI's
-    # layers leave their weights uninitialised, so no memory is touched before it is assigned.
-    model = cls(**description["unet_config"], device="cpu", operations=operations)
-    if "quantized" in description:
-        quantized.fill_layers(model, description["quantized"])
-    return model.eval().requires_grad_(False)
-
-
-def _whole_weights(
-    module: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
-    """Return the parameters and buffers of the model that was built, made of the arena's tensors."""
-    weights = tensors
-    if "quantized" in description:
-        weights = quantized.restore_layers(module, description["quantized"], tensors)
-    expected = named_parameters(module)
-    others = sorted(expected.keys() ^ weights.keys())
-    if others:
-        raise ValueError(f"the model was built with other tensors: {others}")
-    for name, tensor in weights.items():
-        if expected[name].shape != tensor.shape:
-            shapes = f"{tuple(expected[name].shape)}, received {tuple(tensor.shape)}"
-            raise ValueError(f"{name} was built {shapes}")
-    return weights

@@ -22,17 +22,21 @@ and one host copy for several processes.
 ``stream``: ``streamer`` loads and unloads, ``stream_flow`` says when blocks move, ``stream_arrangement``
 and ``stream_residents`` what of each stays, ``stream_buffers`` holds what several models share,
 ``stream_block``, ``stream_part``, ``stream_masters`` and ``stream_blocks`` are one block's tensors, bytes
-and place in the model. ``weight_files`` reads safetensors without a copy; ``host_parts`` stands for parts of
-tensors that somebody else holds, ``host_runs`` and ``row_copies`` move them.
+and place in the model. ``mapped_file`` and ``weight_files`` read safetensors without a copy;
+``packed_weight`` and ``gguf_blocks`` are weights that stay quantized until they are used; ``host_parts``
+stands for parts of tensors that somebody else holds, ``host_runs`` and ``row_copies`` move them.
 """
 
 from .budget import OffloadBudget
 from .external_reads import Reader, reading
+from .gguf_blocks import GGUF_FORMATS, GgufFormat, dequantize
 from .host_parts import HostParts
 from .layer_major import BlockSequence, backward_layer_major
 from .manager import OffloadTrainingManager
+from .mapped_file import MappedFile
 from .modulation import ModulationCache
 from .modulation_layers import ModulationLayers, ModulationPlan
+from .packed_weight import PackedWeight
 from .pinning import HostPinning
 from .planner import ResidencyPlan, plan_residency
 from .prediction import BucketProfile, OffloadProfile, Prediction, predict
@@ -50,10 +54,13 @@ from .streamer import ModelStreamer
 from .weight_files import WeightFile
 
 __all__ = [
+    "GGUF_FORMATS",
     "BlockSequence",
     "BucketProfile",
+    "GgufFormat",
     "HostParts",
     "HostPinning",
+    "MappedFile",
     "ModelStreamer",
     "ModulationCache",
     "ModulationLayers",
@@ -62,6 +69,7 @@ __all__ = [
     "OffloadProfile",
     "OffloadStats",
     "OffloadTrainingManager",
+    "PackedWeight",
     "Prediction",
     "Reader",
     "ResidencyPlan",
@@ -74,6 +82,7 @@ __all__ = [
     "WeightFile",
     "alias",
     "backward_layer_major",
+    "dequantize",
     "least_stream_bytes",
     "plan_residency",
     "point_at",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import RequestError
+from .mapped_file import MappedFile
 from .stream_blocks import BlockPlan
 from .stream_buffers import StreamPool
 from .stream_masters import BlockMaster
 from .stream_part import StreamPart, WeightChange
 from .transfer import Transfer
-from .weight_files import WeightFile
 
 _MAX_HELD_PARTS = 4
 
@@ -38,7 +38,7 @@ class StreamBlock:
     """
 
     def __init__(
-        self, plan: BlockPlan, index: int, files: Sequence[WeightFile] = (), *, is_divided: bool = False
+        self, plan: BlockPlan, index: int, files: Sequence[MappedFile] = (), *, is_divided: bool = False
     ) -> None:
         self.plan = plan
         self.index = index

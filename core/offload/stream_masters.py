@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .host_parts import HostParts
 from .host_runs import HostRun, add_run
+from .mapped_file import MappedFile
 from .pinned_arena import HostRegion
 from .segments import (
     Layout,
@@ -25,7 +26,6 @@ from .segments import (
 )
 from .stream_blocks import BlockPlan, StreamEntry
 from .tensors import set_data
-from .weight_files import WeightFile
 from .wrappers import take_apart
 
 # A block is cut at about as many places at most.
@@ -49,7 +49,7 @@ class BlockMaster:
         parts: Of a borrowed block, whose tensors may stand for parts of others.
     """
 
-    def __init__(self, plan: BlockPlan, files: Sequence[WeightFile] = ()) -> None:
+    def __init__(self, plan: BlockPlan, files: Sequence[MappedFile] = ()) -> None:
         self.plan = plan
         self._files = files
         self.nbytes = 0

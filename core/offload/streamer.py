@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from .host_parts import HostParts
+from .mapped_file import MappedFile
 from .modulation import ModulationCache
 from .modulation_layers import ModulationPlan
 from .stream_arrangement import Arrangement
@@ -40,7 +41,6 @@ from .stream_hooks import StreamHooks
 from .stream_part import WeightChange
 from .stream_residents import least_needed
 from .stream_stats import PassClock, StreamStats, snapshot
-from .weight_files import WeightFile
 
 
 class ModelStreamer:
@@ -69,7 +69,7 @@ class ModelStreamer:
         pool: StreamPool,
         *,
         entry: nn.Module | None = None,
-        files: Sequence[WeightFile] = (),
+        files: Sequence[MappedFile] = (),
         modulation: ModulationPlan | None = None,
         when_moved: Callable[[torch.Tensor], None] | None = None,
         borrows: bool = False,

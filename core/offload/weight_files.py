@@ -1,9 +1,4 @@
-"""Safetensors files as tensors that cost no memory until their bytes are asked for.
-
-A tensor here lies over a private mapping of its file. What copies it into the arena does not read the
-mapping, though, but the file (``read``), straight into its place: so no page is in memory twice. Whoever
-loads a model may write to the tensors first (ComfyUI swaps halves of some diffusers weights in place);
-the file knows nothing of that, so such a tensor does not count as one of the file's any more.
+"""Safetensors files as tensors over a mapping of their bytes.
 
 Nothing in a file is trusted: sizes, shapes and offsets are checked before the first tensor is made.
 
@@ -12,19 +7,15 @@ Source: the safetensors format, https://github.com/huggingface/safetensors (Form
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 import math
-import mmap
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import OffloadError, RequestError
-from .segments import view_of_storage
+from ..errors import RequestError
+from .mapped_file import MappedFile
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 18
@@ -56,7 +47,7 @@ _NEWER_DTYPES = {
 _DTYPES |= {name: getattr(torch, kind) for name, kind in _NEWER_DTYPES.items() if hasattr(torch, kind)}
 
 
-class WeightFile:
+class WeightFile(MappedFile):
     """One safetensors file.
 
     Args:
@@ -71,86 +62,22 @@ class WeightFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         try:
-            if not path.is_file():  # opening a pipe would wait for whoever writes to it
-                raise FileNotFoundError("no such file")
-            self._file = path.open("rb", buffering=0)
-        except (OSError, ValueError) as error:  # ValueError: names that no file can have
-            raise _refusal(path, f"It cannot be opened ({error})", "Check the file") from error
-        try:
-            size = os.fstat(self._file.fileno()).st_size
-            header, self._start = _read_header(path, self._file, size)
+            header, self._start = _read_header(path, self._file, self.size_bytes)
             self.metadata = _metadata(path, header.pop("__metadata__", {}))
             self._entries = {name: _entry(path, name, value) for name, value in header.items()}
-            self.nbytes = _check_offsets(path, self._entries, size - self._start)
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self.nbytes = _check_offsets(path, self._entries, self.size_bytes - self._start)
         except BaseException:
             self._file.close()
             raise
-        with torch.inference_mode(False):
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        # Where each tensor that was handed out ends in the mapping, with the tensor; ascending.
-        self._given: list[tuple[int, torch.Tensor, int]] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name, over the mapping."""
-        made = {name: self._tensor(*entry) for name, entry in self._entries.items()}
-        given = [(self._start + self._entries[name][3], tensor) for name, tensor in made.items()]
-        self._given += [(stop, tensor, tensor._version) for stop, tensor in given]
-        self._given.sort(key=lambda one: one[0])
-        return made
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's bytes are the file's: it lies over the mapping, not written to."""
-        offset = tensor.data_ptr() - self._bytes.data_ptr()
-        return 0 <= offset < self._bytes.numel() and not self._is_written(offset)
-
-    def read(self, address: int, destination: torch.Tensor) -> bool:
-        """Read the bytes at a mapped address from the file.
-
-        Args:
-            address: Of the first byte.
-            destination: Contiguous host memory, uint8, as long as what is read.
-
-        Returns:
-            False if the address lies outside of this file's mapping, or in a tensor that was written to.
-
-        Raises:
-            OffloadError: If the file has become shorter.
-        """
-        offset = address - self._bytes.data_ptr()
-        if not 0 <= offset <= self._bytes.numel() - destination.numel() or self._is_written(offset):
-            return False
-        array: Any = destination.numpy()
-        view = memoryview(array)
-        self._file.seek(offset)
-        done = 0
-        while done < len(view):
-            count = self._file.readinto(view[done:])
-            if not count:
-                raise OffloadError(f"{self.path} has become shorter since it was opened. Load it again.")
-            done += count
-        return True
-
-    def _is_written(self, offset: int) -> bool:
-        """Return whether a tensor around that byte of the mapping, as handed out, has changed since."""
-        first = bisect.bisect_right(self._given, offset, key=lambda one: one[0])
-        if first == len(self._given):
-            return False
-        around = itertools.takewhile(lambda one: one[0] == self._given[first][0], self._given[first:])
-        return any(tensor._version != version for _, tensor, version in around)
-
-    def _tensor(self, dtype: torch.dtype, shape: tuple[int, ...], first: int, stop: int) -> torch.Tensor:
-        stride = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
-        begin = self._start + first
-        with torch.inference_mode(False):
-            if begin % dtype.itemsize or first == stop:  # a storage is counted in whole elements
-                storage = self._bytes[begin : self._start + stop].clone().untyped_storage()
-                return view_of_storage(storage, dtype, 0, shape, stride)
-            return view_of_storage(
-                self._bytes.untyped_storage(), dtype, begin // dtype.itemsize, shape, stride
-            )
+        return {
+            name: self.tensor(dtype, shape, self._start + first, self._start + stop)
+            for name, (dtype, shape, first, stop) in self._entries.items()
+        }
 
 
 def _refusal(path: Path, limit: str, way_out: str = "Download or save the file again") -> RequestError:

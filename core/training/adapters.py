@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
+from ..offload import PackedWeight
 
 _ROWS_AT_ONCE = 1024
 # The Kronecker product's first factor has at most so many rows and columns.
@@ -248,12 +249,14 @@ def check_layer(algorithm: str, path: str, layer: nn.Module) -> None:
 def _is_plain(layer: nn.Module) -> bool:
     weight: Any = layer.weight
     scaled = getattr(layer, "scale_weight", None) is not None  # fp8 with a scale of its own
+    if isinstance(weight, PackedWeight):
+        return True
     return weight.is_floating_point() and not is_traceable_wrapper_subclass(weight) and not scaled
 
 
 def _plain_weight(layer: nn.Module) -> Tensor:
     weight: Any = layer.weight
-    return weight.detach()
+    return weight.dense() if isinstance(weight, PackedWeight) else weight.detach()
 
 
 def _small_factor(size: int) -> int:

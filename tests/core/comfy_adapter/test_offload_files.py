@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
@@ -311,8 +312,36 @@ def test_gguf(models, wan, monkeypatch):
     for name, value in expected.items():
         kept = value.to(torch.bfloat16) if wan[name].ndim == 2 else value
         assert torch.equal(state[name], kept.to(state[name].dtype))
-    with pytest.raises(RequestError, match="RAM budget"):
-        load("wan.gguf", ram_gb=1.0)
+    # Matrices are held and read as they are in the file; what multiplies by them sees bf16.
+    packed_bytes = sum(
+        tensor.nbytes for tensor in load("wan.gguf").model.diffusion_model.state_dict().values()
+    )
+    assert packed_bytes < 0.6 * sum(2 * value.numel() for value in wan.values())
+    limited = load("wan.gguf", ram_gb=0.0012)
+    stats = limited.stream.streamer.stats()
+    assert 0 < stats.host_bytes <= 0.0012 * 2**30 and stats.file_bytes > 0
+    kept = {name: value.to(torch.bfloat16) for name, value in expected.items()}
+    plain = {name: kept[name] if wan[name].ndim == 2 else value for name, value in expected.items()}
+    save_file(plain, models / "diffusion_models" / "dense.safetensors")
+    dense = load("dense.safetensors")
+    assert torch.equal(picture(limited), picture(dense))
+    assert torch.equal(picture(with_lora(limited)), picture(with_lora(dense)))
+    fp8 = load("wan.gguf", weight_dtype="fp8_e4m3fn")
+    assert torch.equal(picture(fp8), picture(load("dense.safetensors", weight_dtype="fp8_e4m3fn")))
+    import comfy.sd
+
+    with torch.inference_mode(), pytest.raises(RequestError, match="saving a MODEL of a GGUF file"):
+        comfy.sd.save_checkpoint(str(models / "saved.safetensors"), limited)
+    del limited, fp8
+    foreign = gguf.GGUFWriter(models / "diffusion_models" / "other.gguf", "wan")
+    kind = gguf.GGMLQuantizationType.IQ2_S
+    foreign.add_tensor("blocks.0.weight", np.zeros((2, 82), np.uint8), raw_dtype=kind)
+    foreign.write_header_to_file()
+    foreign.write_kv_data_to_file()
+    foreign.write_tensors_to_file()
+    foreign.close()
+    with pytest.raises(RequestError, match=r"blocks\.0\.weight \(IQ2_S\)"):
+        load("other.gguf")
     path.write_bytes(path.read_bytes()[:-200_000])
     with pytest.raises(RequestError, match="sound GGUF"):
         load("wan.gguf")
