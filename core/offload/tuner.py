@@ -99,8 +99,9 @@ class ResidencyTuner:
         step_s, timer = self._stop()
         try:
             self._use_step(timer, step_s)
-        except RequestError:
-            # Whoever goes on with a smaller step is asked to keep to the budget again: the next is measured.
+        except BaseException:
+            # Whoever goes on (a smaller step within the budget, a retry after measuring ran out of memory)
+            # has the next step measured.
             self._num_steps = 1
             self._timed.clear()
             raise

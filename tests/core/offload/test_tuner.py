@@ -7,7 +7,14 @@ import types
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
-from comfyui_ferry.core.offload import OffloadBudget, OffloadTrainingManager, marks, transfer, tuner
+from comfyui_ferry.core.offload import (
+    OffloadBudget,
+    OffloadTrainingManager,
+    marks,
+    retry_on_oom,
+    transfer,
+    tuner,
+)
 from comfyui_ferry.core.offload.planner import GB
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -263,6 +270,23 @@ def test_a_model_that_stays_as_a_whole_has_a_plan_too():
             manager.after_backward()
         if any(True for _ in model.parameters()):
             assert manager.residency_plan.num_blocks == 0
+
+
+def test_a_measurement_that_runs_out_of_memory_is_repeated_with_its_batch(monkeypatch):
+    plain, model = Blocks(), Blocks()
+    manager = OffloadTrainingManager(model, "cpu", budget=budget(5))
+    measure, failures = transfer.Transfer.measure_link, [torch.OutOfMemoryError("planted")]
+
+    def run_out_once(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr(transfer.Transfer, "measure_link", run_out_once)
+    for seed in range(9):
+        actual = retry_on_oom(manager, lambda seed=seed: step(model, manager, seed))
+        assert all(torch.equal(a, b) for a, b in zip(actual, step(plain, seed=seed), strict=True))
+    assert not failures and manager.tuner.is_done and manager.residency_plan.num_resident_blocks >= 3
 
 
 def test_only_steps_count():
