@@ -58,7 +58,9 @@ def main() -> None:
         optimizer.zero_grad()
         print(f"step {step + 1}: loss {loss.item():.4f}")
     if manager is not None:
-        print(f"on {options.device}: {manager.resident_bytes / 1e6:.0f} MB of weights")
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        resident = manager.resident_bytes
+        print(f"weights: {whole / 1e6:.2f} MB, of which {resident / 1e6:.2f} MB stay on {options.device}")
         manager.remove()  # the model is an ordinary one again, with the trained weights
 
 

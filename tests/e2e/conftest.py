@@ -12,29 +12,8 @@ import pytest
 from ferry_support.browser import find_browser
 from ferry_support.comfy_server import PACK, ComfyServer
 from ferry_support.tiny_checkpoint.make import ensure_checkpoint, link_checkpoint
+from ferry_support.tiny_text_encoder import write_text_encoder
 from ferry_support.tiny_workflow_files import write_files, write_pictures
-
-# Text encoders that CLIPLoader knows have 100 million weights or more; this node makes one of a few thousand.
-_TINY_CLIP_NODE = f"""
-import importlib.util
-
-path = {str(PACK / "tests" / "support" / "tiny_clip_vae.py")!r}
-spec = importlib.util.spec_from_file_location("ferry_tiny_clip", path)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-
-
-class TinyClip:
-    INPUT_TYPES = classmethod(lambda cls: {{"required": {{}}}})
-    RETURN_TYPES = ("CLIP",)
-    FUNCTION = "load"
-
-    def load(self):
-        return (module.tiny_clip(width=4096),)
-
-
-NODE_CLASS_MAPPINGS = {{"FerryTestTinyClip": TinyClip}}
-"""
 
 
 @pytest.fixture(scope="module")  # not longer: its workers are processes that other tests would count
@@ -47,8 +26,8 @@ def server(
     """
     base = tmp_path_factory.mktemp("comfyui")
     link_checkpoint(ensure_checkpoint(PACK / ".demo" / "checkpoints", comfyui_path), base)
+    write_text_encoder(base / "models" / "text_encoders")
     (base / "custom_nodes").mkdir(exist_ok=True)
-    (base / "custom_nodes" / "tiny_clip_node.py").write_text(_TINY_CLIP_NODE)
     loader = PACK / "tests" / "support" / "tiny_loader_node.py"
     (base / "custom_nodes" / loader.name).symlink_to(loader)
     if getattr(request.module, "EVERY_WORKFLOW", False):

@@ -21,6 +21,7 @@ from .comfy_server import PACK, ComfyServer, ServerError, comfyui_version, find_
 from .graph_to_prompt import GraphError, graph_to_prompt
 from .prompt_run import Progress, PromptError, PromptResult, run_prompt
 from .tiny_checkpoint.make import ensure_checkpoint, link_checkpoint
+from .tiny_text_encoder import write_text_encoder
 
 WORKFLOW = PACK / "workflows" / "train_and_sample.json"
 _BAR_CELLS = 30
@@ -91,6 +92,7 @@ def _demo() -> int:
     print("1. The tiny model (trained once, on handwritten digits: 2 minutes, more if busy) ...", flush=True)
     is_busy = os.getloadavg()[0] > (os.cpu_count() or 1) / 2
     link_checkpoint(ensure_checkpoint(base / "checkpoints", comfyui, threads=1 if is_busy else 2), base)
+    write_text_encoder(base / "models" / "text_encoders")  # for pictures_to_lora.json
     print("2. Starting the server ...", flush=True)
     with ComfyServer(base, comfyui) as server:
         print(f"   {server.url}, log in {server.log_path}", flush=True)
@@ -113,9 +115,10 @@ def _demo() -> int:
         print(f"   {kind:<24} {path}")
     print("Expected: four digits 3 a picture, white on black without the LoRA, and in its colours with it.")
     print("The model is tiny: the colours are what it learns; many of its digits are hard to read.")
-    print("To run it in your own ComfyUI, copy the small files there and drag the workflow onto the canvas:")
+    print("To run it in your own ComfyUI, copy the small files there and drag a workflow onto the canvas:")
     print(f"   cp -rL {base}/models {base}/input YOUR_COMFYUI/")
     print(f"   {WORKFLOW}")
+    print(f"   {WORKFLOW.with_name('pictures_to_lora.json')}")
     return 0
 
 

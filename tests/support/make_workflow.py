@@ -12,6 +12,7 @@ from typing import Any
 from .comfy_server import PACK
 from .graph_builder import GraphBuilder, Output
 from .make_model_workflows import definitions
+from .tiny_text_encoder import NAME as TINY_TEXT_ENCODER
 
 WORKFLOW = PACK / "workflows" / "train_and_sample.json"
 CACHING_WORKFLOW = PACK / "workflows" / "pictures_to_lora.json"
@@ -21,17 +22,17 @@ _TRAINING = """## 1. Train a LoRA
 The base model draws white digits on black. The pictures show the digit 3 in blue on yellow; 120 steps teach
 the LoRA that style. The weights of the base model stay in host memory and come to the GPU layer by layer.
 
-The LoRA is saved under `output/loras`, and *Plot Loss Graph* shows how the loss falls.
+The LoRA is saved under *output/loras*, and *Plot Loss Graph* shows how the loss falls.
 
-Use your own: choose a model and a VAE in the loaders, a folder of pictures under `input`, and encoded
-captions (*Save Conditioning* behind any text encoder writes them), then raise `steps` and lower
-`learning_rate`.
+Use your own: choose a model and a VAE in the loaders, a folder of pictures under *input*, and encoded
+captions (*Save Conditioning* behind any text encoder writes them), then raise *steps* and lower
+*learning_rate*.
 
-The small files that the loaders name are made by `./run demo` in the pack's folder; its last line says how to
+The small files that the loaders name are made by *./run demo* in the pack's folder; its last line says how to
 copy them here."""
 _SAMPLING = """## 2. Sample with it, in parallel
 
-*Parallel Sampler* is KSampler on several GPUs: here 2 workers share one picture (`ulysses_degree` 2). On a
+*Parallel Sampler* is KSampler on several GPUs: here 2 workers share one picture (*ulysses_degree* 2). On a
 machine without GPUs the workers are CPU processes. It accepts any MODEL with its LoRAs applied.
 
 Below, the stock KSampler draws the same seed without the LoRA, to see the difference."""
@@ -39,14 +40,16 @@ Below, the stock KSampler draws the same seed without the LoRA, to see the diffe
 
 _CACHING = """## From a folder of pictures to a LoRA
 
-1. Put pictures into a folder below `input`, each with a caption in a text file of its name (`cat.png`,
-   `cat.txt`), and choose the folder in *Load Training Folder*. Whatever is wrong is listed by file name.
+1. Put pictures into a folder below *input*, each with a caption in a text file of its name (*cat.png*,
+   *cat.txt*), and choose the folder in *Load Training Folder*. Whatever is wrong is listed by file name.
 2. *Cache Training Data* encodes pictures and captions once. Running it again encodes nothing, and text
    encoder and VAE leave the GPU before the training.
-3. *Train LoRA (Offload)*: leave `learning_rate`, `rank` and `alpha` at 0 and the other choices at auto to
+3. *Train LoRA (Offload)*: leave *learning_rate*, *rank* and *alpha* at 0 and the other choices at auto to
    get what suits the model's family; the node's text says which values were taken.
 
-The loaders name the tiny model of `./run demo` and a text encoder that you have to choose."""
+The loaders name the small files of *./run demo*, whose text encoder tells captions apart, but knows no
+language. With a model of your own, choose its text encoder, its type and its VAE, and 1024 or so as
+*resolution*."""
 
 
 def build_caching_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
@@ -59,9 +62,7 @@ def build_caching_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
     (model,) = builder.add(
         "UNETLoader", (40, 100), unet_name="ferry_tiny_wan.safetensors", weight_dtype="default"
     )
-    (clip,) = builder.add(
-        "CLIPLoader", (40, 240), clip_name="umt5_xxl_fp8_e4m3fn_scaled.safetensors", type="wan"
-    )
+    (clip,) = builder.add("CLIPLoader", (40, 240), clip_name=TINY_TEXT_ENCODER, type="sd3")
     (vae,) = builder.add("VAELoader", (40, 420), vae_name="ferry_tiny_wan_vae.safetensors")
     builder.group("Models", (20, 30, 360, 480), "#3f789e")
     (training_set,) = builder.add(
@@ -117,11 +118,11 @@ def build_workflow(object_info: dict[str, Any]) -> dict[str, Any]:
     )
     (negative,) = builder.add(
         "FerryLoadConditioning",
-        (40, 480),
+        (40, 510),
         node_title="Load Conditioning (empty prompt)",
         conditioning_name="ferry_empty.safetensors",
     )
-    builder.group("Models and prompts", (20, 30, 360, 570), "#3f789e")
+    builder.group("Models and prompts", (20, 30, 360, 600), "#3f789e")
     lora = _add_training(builder, model, vae, positive)
     _add_sampling(builder, model, vae, lora, positive, negative)
     return builder.graph()
@@ -147,7 +148,7 @@ def _add_training(builder: GraphBuilder, model: Output, vae: Output, positive: O
         lora_dtype="fp32",
     )
     builder.add("LossGraphNode", (420, 360), node_size=(340, 400), loss=losses, filename_prefix="loss_graph")
-    builder.note(_TRAINING, (20, 680), (360, 440))
+    builder.note(_TRAINING, (20, 690), (360, 440))
     builder.group("1. Train a LoRA", (400, 30, 780, 1010), "#8a6d3b")
     return lora
 
@@ -201,7 +202,7 @@ def _add_sampling(
             filename_prefix=f"ferry/{name}",
         )
     builder.note(_SAMPLING, (1220, 500), (330, 260))
-    builder.group("2. Sample with the LoRA, in parallel", (1200, 30, 1120, 1370), "#3f7a4f")
+    builder.group("2. Sample with it", (1200, 30, 1120, 1370), "#3f7a4f")
 
 
 def main() -> None:

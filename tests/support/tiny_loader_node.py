@@ -1,7 +1,8 @@
 """A custom node of the tests' server: its loaders give tiny models for the files of tiny_workflow_files.py.
 
 Diffusion models are loaded by ComfyUI and by us as always; only their detection, which knows the sizes of
-the published models, is told by the file's header. Text encoders, VAEs and image encoders are stubs.
+the published models, is told by the file's header. Text encoders, VAEs and image encoders
+are stubs, but for the demo's own.
 """
 
 from __future__ import annotations
@@ -112,7 +113,11 @@ def _small_upscale(samples: Any, width: int, height: int, *arguments: Any, **opt
 
 comfy.model_detection.model_config_from_unet = _detect_tiny
 comfy.utils.common_upscale = _small_upscale
-_replace("CLIPLoader", lambda type, **_: (_clip(attention_mask=type == "ltxv"),))
+_replace(
+    "CLIPLoader",
+    lambda type, **_: (_clip(attention_mask=type == "ltxv"),),
+    lambda clip_name, **_: clip_name != _support("tiny_text_encoder").NAME,
+)
 _replace("DualCLIPLoader", lambda **_: (_clip(),))
 _replace("LTXAVTextEncoderLoader", lambda **_: (_clip(unprocessed_ltxav_embeds=True),))
 _replace("VAELoader", lambda vae_name: (_vae(vae_name),), lambda vae_name: vae_name in sizes.VAES)

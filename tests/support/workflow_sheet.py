@@ -11,9 +11,9 @@ _WIDTH_PX, _COLUMN_PX, _GAP_PX, _TITLE_PX = 340, 400, 46, 30
 # The front-end makes a node as high as its widgets need; these have more than rows of one line.
 _HEIGHTS_PX = {
     "CLIPTextEncode": 170, "TextEncodeQwenImageEdit": 210, "TextEncodeQwenImageEditPlus": 250,
-    "LoadImage": 330, "FerryParallelSampler": 640, "FerryParallelModel": 390, "KSampler": 300,
+    "LoadImage": 350, "FerryParallelSampler": 640, "FerryParallelModel": 390, "KSampler": 300,
     "KSamplerAdvanced": 360, "SaveImage": 340, "SaveVideo": 340, "FerryLoadTrainingFolder": 420,
-    "FerryLoadDiffusionModelOffload": 250, "FerryOffloadModel": 200, "FerryTrainLoraOffload": 860,
+    "FerryLoadDiffusionModelOffload": 296, "FerryOffloadModel": 230, "FerryTrainLoraOffload": 860,
     "FerryCacheTrainingData": 170, "LossGraphNode": 380,
 }  # fmt: skip
 

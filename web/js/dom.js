@@ -1,5 +1,10 @@
 // Small DOM pieces that the panels share. Colours are ComfyUI's own variables, so both themes fit.
 
+import { app } from "../../../scripts/app.js";
+
+/** The id of ComfyUI's setting to show advanced inputs on all nodes, which 0.3.75 does not have. */
+export const ALWAYS_SHOWN = "Comfy.Node.AlwaysShowAdvancedWidgets";
+
 /** Return an element with properties, styles (as `style`) and children. */
 export function element(tag, { style = {}, ...properties } = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -41,6 +46,7 @@ export function addPanel(node, name, content, height, margin = 10) {
   panels.sort((one, other) => PANELS.indexOf(one.name) - PANELS.indexOf(other.name));
   node.widgets.splice(node.widgets.length - panels.length, panels.length, ...panels);
   // A new node is as large as it was without the panel, and so is one from a workflow saved before.
+  measureAsShown(node);
   let isNew = true;
   const before = node.onConfigure;
   node.onConfigure = function (...values) {
@@ -55,15 +61,24 @@ export function addPanel(node, name, content, height, margin = 10) {
 
 function fit(node, isNew = false) {
   const [width, height] = node.computeSize();
-  const lowest = height - leftOutHeight(node);
-  node.setSize([Math.max(width, node.size[0]), isNew ? lowest : Math.max(lowest, node.size[1])]);
+  node.setSize([Math.max(width, node.size[0]), isNew ? height : Math.max(height, node.size[1])]);
 }
 
+const measured = new WeakSet(); // nodes
+
 /** Nodes 2.0 leaves out advanced inputs, for which the canvas makes room, and grows by itself when it shows them. */
-function leftOutHeight(node) {
-  if (!window.LiteGraph?.vueNodesMode || node.showAdvanced) return 0;
-  const advanced = node.widgets.filter((widget) => widget.options?.advanced);
-  return advanced.length * (LiteGraph.NODE_WIDGET_HEIGHT + WIDGET_GAP);
+function measureAsShown(node) {
+  if (measured.has(node)) return;
+  measured.add(node);
+  const before = node.computeSize;
+  node.computeSize = function (...values) {
+    const size = before.apply(this, values);
+    const allShown = this.showAdvanced || app.ui.settings.getSettingValue(ALWAYS_SHOWN);
+    if (!window.LiteGraph?.vueNodesMode || allShown) return size;
+    const advanced = this.widgets.filter((widget) => widget.options?.advanced);
+    size[1] -= advanced.length * (LiteGraph.NODE_WIDGET_HEIGHT + WIDGET_GAP);
+    return size;
+  };
 }
 
 /** Call `update` whenever one of the named widgets, a link or the whole node changes. */

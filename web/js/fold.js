@@ -2,12 +2,11 @@
 // ComfyUI's Nodes 2.0 do so themselves where the front-end has a setting for it.
 
 import { app } from "../../../scripts/app.js";
-import { addPanel, button, element, PANEL_STYLE } from "./dom.js";
+import { addPanel, ALWAYS_SHOWN, button, element, PANEL_STYLE } from "./dom.js";
 import { say } from "./language.js";
 
 const FEWEST = 6;
 const PANEL_HEIGHT = 30;
-const ALWAYS_SHOWN = "Comfy.Node.AlwaysShowAdvancedWidgets";
 
 app.registerExtension({
   name: "ComfyUI-Ferry.Fold",
