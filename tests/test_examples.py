@@ -35,6 +35,7 @@ def run_example(tmp_path):
             env=environment,
         )
         assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr
         return done.stdout
 
     return run

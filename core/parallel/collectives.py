@@ -17,6 +17,9 @@ import torch.distributed as dist
 from ..errors import PlanError
 from .exchange_timer import waiting
 
+# torch 2.14 gave it a new name, and warns of the old one.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 
 def all_to_all(
     send: torch.Tensor,
@@ -116,7 +119,7 @@ def all_gather(tensor: torch.Tensor, sizes: Sequence[int], *, group: dist.Proces
         tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
     gathered = tensor.new_empty(len(sizes) * longest, *tensor.shape[1:])
     with waiting(tensor.device):
-        dist.all_gather_into_tensor(_on_wire(gathered), _on_wire(tensor.contiguous()), group=group)
+        getattr(dist, _ALL_GATHER)(_on_wire(gathered), _on_wire(tensor.contiguous()), group=group)
     if min(sizes) == longest:
         return gathered
     return torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])

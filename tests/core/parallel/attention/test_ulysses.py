@@ -96,7 +96,8 @@ def _count_collectives(tensors: Tensors) -> list[str]:
 
         return call
 
-    names = [name for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce", "broadcast")]
+    known = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce", "broadcast")
+    names = [name for name in known if hasattr(dist, name)]
     originals = {name: getattr(dist, name) for name in names}
     for name in names:
         setattr(dist, name, counting(name))
