@@ -20,6 +20,8 @@ from ..offload import SharedMasters
 from ..training import (
     SampleSource,
     Target,
+    check_continues,
+    check_device,
     check_identity,
     fingerprint,
     fingerprint_model,
@@ -120,11 +122,13 @@ def _run(
     preview: PreviewInputs | None,
 ) -> TrainedLora:
     saves, preview = request.saves, preview or PreviewInputs()
+    on_host = request.offload.optimizer_on_cpu
     with torch.inference_mode(False):
         check_trainable(model)
         check_preview(model, request.previews, preview)
         if saves.prefix:
             check_prefix(saves.prefix)
+        check_device(request.training.optimizer, "cpu" if on_host else model.load_device)
         targets = select_targets(model.model.diffusion_model, request.lora.targets)
         check_noise_levels(model, request.levels)
         helpers = check_helpers(model, request)
@@ -132,6 +136,8 @@ def _run(
         begun = resume_version(saves.resume_from, saves.prefix)
         resumed = find_state(saves.resume_from, prefix=saves.prefix)
         start = None if resumed is None else read_state(resumed)
+        if start is not None:
+            check_continues(start, request.training)
     dtype = training_dtype(model, request.compute_dtype)
     _LOG.info("training %d adapters on %d latents in %s", len(targets), len(samples), dtype)
     running = RunningTraining(_prompt_id(), node_id, steps=request.training.steps)

@@ -21,13 +21,13 @@ from .loss import LOSSES, DiffusionProcess, RectifiedFlow, sample_losses
 from .nan_guard import Trouble, find_layer
 from .noise_levels import LOSS_WEIGHTINGS, MIN_SNR_GAMMA, TIMESTEP_SAMPLINGS, NoiseLevels, shifted
 from .number_ranges import Range, check_number, check_numbers
-from .optimizer import OPTIMIZERS, auto_learning_rate
+from .optimizer import OPTIMIZERS, auto_learning_rate, check_device
 from .out_of_place import OutOfPlace
 from .recorded_blocks import RecordedBlocks
 from .schedule import SCHEDULES, learning_rate_factor
 from .self_check import check_managed_bytes, check_same_output, model_bytes
 from .shares import Helpers, MicroStep, Share, check_shares
-from .state_file import TrainingState, check_identity, read_state, save_state
+from .state_file import TrainingState, check_continues, check_identity, read_state, save_state
 from .targets import Block, Target, find_blocks, is_linear, select_targets, split_patterns
 from .trainer import Training, train
 
@@ -67,6 +67,8 @@ __all__ = [
     "TrainingState",
     "Trouble",
     "auto_learning_rate",
+    "check_continues",
+    "check_device",
     "check_identity",
     "check_managed_bytes",
     "check_number",

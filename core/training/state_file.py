@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import RequestError, SaveError, TrainingError
 from .checkpoint import save_verified
+from .config import TrainingConfig
 from .trained_weights import WeightsState
 
 _FORMAT = "comfyui_ferry.training_state"
@@ -131,6 +132,26 @@ def check_identity(state: TrainingState, expected: Mapping[str, str], *, name: s
             f"resume_from={name!r} was asked",
             limit=f"It is the state of another training: {'; '.join(differing)}",
             way_out="Set these back to what they were, or start a new training with resume_from 'none'",
+        )
+
+
+def check_continues(state: TrainingState, config: TrainingConfig) -> None:
+    """Refuse what cannot be gone on with, whatever the model.
+
+    Raises:
+        RequestError: If all its steps are done, or an average is asked for that it does not have.
+    """
+    if state.step >= config.steps:
+        raise RequestError(
+            f"steps={config.steps} was asked with a training state of step {state.step}",
+            limit="'steps' counts all steps, those before the stop too, so nothing is left to do",
+            way_out=f"Raise steps above {state.step}",
+        )
+    if config.ema_decay and not state.weights.averages:
+        raise RequestError(
+            f"ema_decay={config.ema_decay} was asked with a training state without averages",
+            limit="An average has to run from the first step",
+            way_out="Set ema_decay to 0, or start a new training",
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..errors import RequestError, TrainingError
+from ..errors import TrainingError
 from .callbacks import Callbacks
 from .config import TrainingConfig
 from .data import Batch, SampleOrder, SampleSource, draw_batches, generator, seed_torch
@@ -26,7 +26,7 @@ from .loss import LOSSES, DiffusionProcess, sample_losses
 from .nan_guard import NanGuard, Trouble, find_layer
 from .optimizer import gradient_norm, scale_gradients
 from .shares import Helpers, MicroStep, add_gradients, check_first_losses, check_shares, share_out
-from .state_file import TrainingState
+from .state_file import TrainingState, check_continues
 from .trained_weights import TrainedWeights
 
 # Micro-steps among which the one of the largest samples is looked for.
@@ -273,12 +273,7 @@ class Training:
         Raises:
             RequestError: If its tensors are not those of this training, or it has all the steps.
         """
-        if state.step >= self.config.steps:
-            raise RequestError(
-                f"steps={self.config.steps} was asked with a training state of step {state.step}",
-                limit="'steps' counts all steps, those before the stop too, so nothing is left to do",
-                way_out=f"Raise steps above {state.step}",
-            )
+        check_continues(state, self.config)
         self.weights.check(state.weights)
         self.weights.load(state.weights)
         self._guard.saved(state.weights)

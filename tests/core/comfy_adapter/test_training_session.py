@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.training import OPTIMIZERS
 from ferry_support.tiny_patchers import PATCHERS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(300)]
@@ -76,7 +79,23 @@ def test_another_training_is_refused_by_name(output):
         ({"latents": [WAN.latent(5, 2)]}, "dataset was 2 latents"),
         ({"training": {"optimizer": "Adafactor"}}, "optimizer was AdamW"),
         ({"model": other}, "base model was"),
-        ({"steps": 1, "training": {"warmup_steps": 0}}, "Raise steps above 1"),
+    ]:
+        with pytest.raises(RequestError, match=named):
+            train(resume_from="latest", **changes)
+    assert len(files(output)) == 2
+
+
+def test_what_no_model_could_mend_is_refused_before_the_model_is_touched(output, monkeypatch):
+    import comfy.model_management as management
+
+    plain = {"warmup_steps": 0, "ema_decay": 0.0}
+    train(steps=1, training=plain)
+    monkeypatch.setattr(management, "unload_all_models", lambda: pytest.fail("training started"))
+    monkeypatch.setitem(OPTIMIZERS, "Adam", dataclasses.replace(OPTIMIZERS["Adam"], needs_gpu=True))
+    for changes, named in [
+        ({"steps": 1, "training": plain}, "Raise steps above 1"),
+        ({"training": {"ema_decay": 0.5}}, "without averages"),
+        ({"training": {"optimizer": "Adam"}}, "on GPUs only"),
     ]:
         with pytest.raises(RequestError, match=named):
             train(resume_from="latest", **changes)
