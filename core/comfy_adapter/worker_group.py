@@ -141,7 +141,8 @@ class WorkerGroup:
             payload = {"token": token, **vars(packed)}
             # A rank that finds compiled code, and one that has to compile, do not.
             even = not loaded.compiles
-            calls.append(self.pool.submit("forward", payload, ranks=ranks, alike=alike, same_work=even))
+            how = {"alike": alike, "same_work": even, "leases_results": True}
+            calls.append(self.pool.submit("forward", payload, ranks=ranks, **how))
             sent.commit()
         replies: dict[int, Any] = {}
         for call in calls:

@@ -28,6 +28,7 @@ class PendingCall:
         usual_s: The longest time in calls of the same work before in which no rank got on, in seconds (all of
             it, if they mark no progress); None if nothing is known.
         same_work: Whether all ranks do the same work, so that each tells how long it takes.
+        leases_results: Whether large tensors of the results may stay in a worker's buffer.
     """
 
     def __init__(self, number: int, job: str, ranks: Sequence[int], deadline_s: float) -> None:
@@ -41,6 +42,7 @@ class PendingCall:
         self.alike: Hashable = None
         self.usual_s: float | None = None
         self.same_work = False
+        self.leases_results = False
         self.longest_part_s: float | None = None
         self._got_on_at = self.submitted_at
         self._longest_s = 0.0

@@ -29,7 +29,15 @@ import torch
 from ..errors import WorkerError
 from .decoding import decode
 from .protocol import PROTOCOL_VERSION, PayloadEncoder
-from .shared_memory import BufferLender, BufferMap, LentBuffer, SharedFile, align, read_bytes
+from .shared_memory import (
+    SMALLEST_BUFFER_BYTES,
+    BufferLender,
+    BufferMap,
+    LentBuffer,
+    SharedFile,
+    align,
+    read_bytes,
+)
 
 INLINE_LIMIT_BYTES = 1 << 13
 # Below what Linux lets one packet be (a socket buffer, 208 KiB); fields hold at most a traceback.
@@ -181,6 +189,21 @@ class Link:
         if place is not None and view is not None:
             content = read_bytes(view[place[0] : place[0] + place[1]])
         return Message(envelope, content, view, number, files)
+
+    def take(self, message: Message) -> Any:
+        """Return a message's payload without copying large tensors out of the buffer, and finish the message.
+
+        The buffer is the sender's again when none of them is left. They may be written to.
+        """
+        if message.view is None or message.view.numel() <= SMALLEST_BUFFER_BYTES:
+            value = message.decode()
+            self.finish(message)
+            return value
+        number, message.buffer_number = message.buffer_number, None
+        assert number is not None
+        # A deque: appending is safe from whichever thread lets the last tensor go.
+        view = self._map.lease(number, self._finished.append)
+        return decode(message.content, view, files=message.files, copy=False)
 
     def finish(self, message: Message) -> None:
         """Give the message's buffer back; the sender learns it with our next message."""

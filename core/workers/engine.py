@@ -67,6 +67,7 @@ class RankEngine(abc.ABC):
         deadline_s: float | None = None,
         alike: Hashable = None,
         same_work: bool = False,
+        leases_results: bool = False,
     ) -> PendingCall:
         """Send a call and return at once.
 
@@ -83,6 +84,8 @@ class RankEngine(abc.ABC):
                 given up (``Deadlines.overdue_s``). None: nothing is compared.
             same_work: All ranks do the same work: one that computes on, long after it took another to come to
                 where it waits for it, is given up likewise, also in the first such call.
+            leases_results: Large tensors of the results may stay in a worker's buffer, which the
+                worker has again when they are gone. For results that are used up soon.
 
         Raises:
             RequestError: If the job or a rank does not exist.
@@ -100,6 +103,7 @@ class RankEngine(abc.ABC):
         if alike is not None:
             self._calls.compare(call, alike)
         call.same_work = same_work
+        call.leases_results = leases_results
         return call
 
     def call(
@@ -112,6 +116,7 @@ class RankEngine(abc.ABC):
         deadline_s: float | None = None,
         alike: Hashable = None,
         same_work: bool = False,
+        leases_results: bool = False,
         poll: Callable[[], object] | None = None,
     ) -> dict[int, Any]:
         """Submit a call and wait for it; see ``submit`` and ``PendingCall.wait``."""
@@ -123,6 +128,7 @@ class RankEngine(abc.ABC):
             deadline_s=deadline_s,
             alike=alike,
             same_work=same_work,
+            leases_results=leases_results,
         )
         return pending.wait(poll=poll)
 

@@ -20,7 +20,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -177,10 +177,14 @@ class BufferMap:
     def __init__(self, *, writable: bool) -> None:
         self._writable = writable
         self._views: dict[int, torch.Tensor] = {}
+        self._mappings: dict[int, mmap.mmap] = {}
 
     def add(self, number: int, file: SharedFile) -> None:
         """Map a buffer that was received for the first time."""
-        self._views[number] = file.map(writable=self._writable)
+        if self._writable:
+            self._mappings[number], self._views[number] = file.map_memory()
+        else:
+            self._views[number] = file.map(writable=False)
 
     def view(self, number: int) -> torch.Tensor:
         """Return buffer ``number`` as a uint8 tensor."""
@@ -190,3 +194,17 @@ class BufferMap:
         """Drop the mappings of buffers that no longer exist."""
         for number in numbers:
             self._views.pop(number, None)
+            self._mappings.pop(number, None)
+
+    def lease(self, number: int, when_over: Callable[[int], object]) -> torch.Tensor:
+        """Return a buffer mapped writable as a tensor whose memory has an end of its own.
+
+        Args:
+            number: The buffer.
+            when_over: Called with it, in any thread, once no tensor over that memory is left.
+        """
+        mapping = self._mappings[number]
+        held = (ctypes.c_char * len(mapping)).from_buffer(mapping)
+        weakref.finalize(held, when_over, number).atexit = False
+        with torch.inference_mode(False):
+            return torch.frombuffer(held, dtype=torch.uint8)

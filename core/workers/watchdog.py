@@ -189,7 +189,12 @@ class Watchdog:
             return
         call = self._calls.find(message.fields["call"])
         # An abandoned call's tensors are not even copied.
-        result = None if call.abandoned else message.decode()
+        if call.abandoned:
+            result = None
+        elif call.leases_results:
+            result = rank.link.take(message)
+        else:
+            result = message.decode()
         rank.link.finish(message)
         self._calls.deliver(call, rank.rank, result)
 

@@ -85,6 +85,36 @@ def test_a_buffer_still_in_use_is_not_overwritten(links):
     assert held[0] == 1
 
 
+def test_a_taken_payload_stays_in_the_buffer_until_it_is_gone(links):
+    left, right = links
+    right.send({}, outgoing(right, {"x": torch.full((30_000,), 1), "y": [torch.ones(3)]}))
+    message = left.receive()
+    taken = left.take(message)
+    left.finish(message)  # says nothing more
+    part = taken["x"][5:]
+    del taken, message
+    left.send({})
+    right.receive()
+    right.send({}, outgoing(right, torch.full((30_000,), 2)))
+    other = left.take(left.receive())
+    assert part.sum() == 29_995 and other.sum() == 60_000
+    part += 1  # nobody else reads it
+    assert len(right.lender.numbers()) == 2
+    del part
+    left.send({})
+    right.receive()
+    assert len(right.lender._free) == 1
+    del other
+    left.send({})
+    right.receive()
+    assert not right.lender._lent
+    left.send({}, outgoing(left, torch.ones(4)))  # small: copied, also where buffers are mapped read-only
+    small = right.take(right.receive())
+    right.send({})
+    left.receive()
+    assert not left.lender._lent and small.sum() == 4
+
+
 def test_outgrown_buffers_are_unmapped_on_the_other_side(links):
     left, right = links
     for exponent in range(16, 24):
