@@ -198,7 +198,7 @@ def main() -> None:
                 command += ["--megabytes", str(arguments.megabytes), *(f"--{flag}" for flag in flags)]
                 command += ["--mesh", arguments.mesh, "--share", str(arguments.share)]
                 command += ["--quantized", arguments.quantized] if row == "write" else []
-                subprocess.run(command, check=True, stderr=None)
+                subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

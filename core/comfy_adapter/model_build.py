@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import RequestError
 from ..offload import PackedWeight
+from ..workers import UnchangedFilePages
 
 WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -108,11 +109,14 @@ def _load_model_weights(self: Any, sd: dict[str, Any], unet_prefix: str = "", as
     _check_kinds(weights, wanted)
     missing, _ = denoiser.load_state_dict(weights, strict=False, assign=True)
     _check_complete(denoiser, missing)
+    pages = UnchangedFilePages()
     for name, tensor in _tensors(denoiser).items():
         if isinstance(tensor, PackedWeight):
             _settle_packed(denoiser, name, wanted[name])
         elif wanted.get(name, tensor.dtype) != tensor.dtype and not is_traceable_wrapper_subclass(tensor):
             _cast(denoiser, name, wanted[name])
+            # The file's mapping stays, and what was read through it would count as this process' memory.
+            pages.drop(tensor)
     return self
 
 
