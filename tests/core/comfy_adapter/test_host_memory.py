@@ -54,6 +54,17 @@ def test_all_processes_together_hold_one_copy():
     assert private - before <= 2 * 20e6
 
 
+def mapped_bytes(path: Path) -> int:
+    """Bytes of a file that this process has in memory by mapping it."""
+    total, is_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_file = line.endswith(str(path))
+        elif is_file and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
 class PeakMemory:
     """Watches what this process has besides pages of files, beyond what it had at first."""
 
@@ -97,6 +108,10 @@ def test_loading_takes_the_memory_of_the_model_and_one_tensor(tmp_path, monkeypa
     folder_paths.filename_list_cache.pop("diffusion_models", None)
     with torch.inference_mode(), PeakMemory() as peak:
         loaded = load_offloaded("large.safetensors", vram_gb=0.06)
+    with torch.inference_mode():
+        cast = load_offloaded("large.safetensors", vram_gb=0.06, weight_dtype="fp8_e4m3fn")
     folder_paths.filename_list_cache.pop("diffusion_models", None)
+    assert cast.stream.streamer.weight_bytes < 0.3 * size
+    assert mapped_bytes(tmp_path / "large.safetensors") <= 0.02 * size  # read through, and let go
     assert size <= loaded.stream.streamer.weight_bytes <= 1.001 * size  # aligned
     assert 0.8 * size <= peak.nbytes <= size + largest
