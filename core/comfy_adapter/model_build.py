@@ -8,12 +8,14 @@ the call: the tensors themselves become the parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import comfy.model_base
+import comfy.model_detection
 import comfy.model_management
 import comfy.sd
 import torch
@@ -90,13 +92,23 @@ def build_diffusion_model(
 @contextlib.contextmanager
 def _assigning() -> Iterator[None]:
     with _lock:
-        base = comfy.model_base.BaseModel
-        original = base.load_model_weights
+        base, detection = comfy.model_base.BaseModel, comfy.model_detection
+        load, convert = base.load_model_weights, detection.convert_diffusers_mmdit
         base.load_model_weights = _load_model_weights
+        detection.convert_diffusers_mmdit = functools.partial(_convert_dense, convert)
         try:
             yield
         finally:
-            base.load_model_weights = original
+            base.load_model_weights = load
+            detection.convert_diffusers_mmdit = convert
+
+
+def _convert_dense(convert: Callable[..., Any], state: dict[str, Any], *args: Any) -> Any:
+    """Translate the names of another format, in which tensors are cut, joined and written to."""
+    for name, tensor in state.items():
+        if isinstance(tensor, PackedWeight):
+            state[name] = tensor.dense()
+    return convert(state, *args)
 
 
 def _load_model_weights(self: Any, sd: dict[str, Any], unet_prefix: str = "", assign: bool = True) -> Any:

@@ -5,7 +5,7 @@ quantized weight is: by the bytes of its blocks. ``torch.nn.functional.linear`` 
 of the product, in the forward and again in the backward; autograd keeps the blocks alone. Every other
 operation sees the dense weight. To PyTorch it has the shape and dtype of that.
 
-What this module does not do: a packed weight is not trained and not written to.
+What this module does not do: a packed weight is not trained and not written to; a view of one is a copy.
 """
 
 from __future__ import annotations
@@ -224,7 +224,18 @@ def _copy(target: PackedWeight, source: Tensor, non_blocking: bool = False) -> P
     return target
 
 
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.nn.functional.linear: _linear, Tensor.to: _to}
+def _set_item(tensor: Tensor, place: Any, value: Any) -> None:
+    """Refuse ``tensor[place] = value``, which would write to a view of what is dense for a moment."""
+    if isinstance(tensor, PackedWeight):
+        raise OffloadError("A part of a weight that is held in quantized blocks cannot be written to.")
+    tensor[place] = value
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: _linear,
+    Tensor.to: _to,
+    Tensor.__setitem__: _set_item,
+}
 _COMPOSED = (_aten.to, _aten.contiguous)
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _alias,

@@ -24,7 +24,7 @@ def blocks(patcher):
 def test_sampling_is_that_of_dense_weights():
     from comfyui_ferry.core.comfy_adapter import offload_model
 
-    packed, dense = packed_pair("flux", dtype=torch.bfloat16, depth=3, depth_single_blocks=6, **WIDE)
+    packed, dense = packed_pair("flux", dtype=torch.bfloat16, depth=2, depth_single_blocks=5, **WIDE)
     before = blocks(packed)
     assert len(before) > 20
     expected, with_patches = sample(dense, "flux", steps=1), sample(with_lora(dense), "flux", steps=1)
@@ -71,7 +71,7 @@ def test_training_is_that_of_dense_weights():
         before = blocks(packed)
         pair = [with_lora(patcher) if upstream else patcher for patcher in (packed, dense)]
         losses, lora = learned(pair[1], offload=False, algorithm=algorithm)
-        for offload in (True, False):
+        for offload in (True, False) if upstream else (True,):
             own_losses, own_lora = learned(pair[0], offload=offload, algorithm=algorithm)
             assert own_losses == losses
             assert all(torch.equal(own_lora[name], value) for name, value in lora.items())

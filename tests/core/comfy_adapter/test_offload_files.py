@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_ferry.core.errors import RequestError
+from ferry_support.packed_patchers import random_weight
 from ferry_support.sampling import with_lora
 from ferry_support.tiny_models import noise, randomize
 from safetensors.torch import save_file
@@ -147,6 +148,7 @@ def test_a_diffusers_folder_with_halves_that_comfyui_swaps_in_place(models):
     import comfy.ops
     import comfy.utils
     from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
+    from comfyui_ferry.core.comfy_adapter.model_build import build_diffusion_model
 
     import nodes
 
@@ -174,6 +176,18 @@ def test_a_diffusers_folder_with_halves_that_comfyui_swaps_in_place(models):
     name = "diffusion_pytorch_model.safetensors.index.json"
     (folder / name).write_text(json.dumps({"weight_map": owners}))
     save_file(written, models / "diffusion_models" / "one.safetensors")
+    # GGUF's matrices are cut, joined and written to as well.
+    packed = {
+        key: random_weight("Q8_0", *value.shape, seed=seed)
+        for seed, (key, value) in enumerate(written.items())
+        if value.ndim == 2 and value.shape[1] % 32 == 0
+    }
+    dense = {key: value.dense() for key, value in packed.items()}
+    built = [
+        build_diffusion_model("sd3", written | given, {}, weight_dtype="default").model.state_dict()
+        for given in (packed, dense)
+    ]
+    assert len(packed) > 20 and all(torch.equal(value, built[1][key]) for key, value in built[0].items())
     plain = stock(models / "diffusion_models" / "one.safetensors")
     caption = [[noise(1, 5, 40), {"pooled_output": noise(1, 24)}]]
 

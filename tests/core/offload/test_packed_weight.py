@@ -68,6 +68,7 @@ def test_everything_else_sees_a_dense_weight_that_cannot_be_written_to():
         lambda: weight.copy_(dense),
         lambda: torch.add(dense, 1, out=weight),
         lambda: weight.zero_(),
+        lambda: weight.__setitem__(slice(None), dense),
     ):
         with pytest.raises(OffloadError, match="quantized blocks"):
             write()
