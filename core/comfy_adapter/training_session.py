@@ -149,11 +149,10 @@ class TrainingSession:
             SaveError: If a file could not be written.
         """
         training = self._running_training()
-        path = self.states.save(training.state(self.identity))
-        if lora and self.request.saves.prefix:
-            path = self.save_lora(self.lora(), steps=training.step)
-        if path is not None:
+        if (path := self.states.save(training.state(self.identity))) is not None:
             self._note_save(path, training.step)
+        if lora and self.request.saves.prefix:
+            self._note_save(self.save_lora(self.lora(), steps=training.step), training.step)
 
     def close(self, tensors: Mapping[str, Tensor], state: TrainingState) -> Path | None:
         """Write what a training gave that ended by itself or by a stop, and return the LoRA's path.
@@ -240,9 +239,10 @@ class TrainingSession:
                 )
                 return
             self.save(lora=True)
-        except FerryError as unsaved:
-            _LOG.error("the training could not be saved: %s", unsaved)
-            error.add_note(f"The training could not be saved either: {unsaved}")
+        except (FerryError, MemoryError, torch.OutOfMemoryError) as unsaved:
+            kept = self.progress.saved or "nothing"
+            _LOG.error("the training could not be saved whole, %s is the last: %s", kept, unsaved)
+            error.add_note(f"The training could not be saved whole, {kept} is the last: {unsaved}")
         else:
             error.add_note(f"The training is saved as of step {training.step}; go on with resume_from.")
             self._tell(now=True)
@@ -260,10 +260,8 @@ class TrainingSession:
         self.progress = dataclasses.replace(self.progress, message="", **values)
 
     def _tell(self, *, now: bool = False) -> None:
-        progress = dataclasses.replace(self.progress, **self._memory())
-        self.progress = progress
-        last = progress.step == progress.steps
-        self.running.tell(progress, now=now or last)
+        self.progress = progress = dataclasses.replace(self.progress, **self._memory())
+        self.running.tell(progress, now=now or progress.step == progress.steps)
         self._bar.update_absolute(progress.step, progress.steps)
         show_text(progress.line(), self.running.node_id)
 

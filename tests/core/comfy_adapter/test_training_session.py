@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
-from comfyui_ferry.core.errors import RequestError
+from comfyui_ferry.core.errors import RequestError, SaveError
 from comfyui_ferry.core.training import OPTIMIZERS
 from ferry_support.tiny_patchers import PATCHERS
 
@@ -203,6 +204,23 @@ def test_a_training_that_breaks_off_is_saved_and_can_be_gone_on_with(output, mon
     second = train(offload=offload, resume_from="tiny_00001/step_00000004.safetensors")
     assert second.loss_map == whole.loss_map
     assert all(torch.equal(second.lora[name], value) for name, value in whole.lora.items())
+
+
+@pytest.mark.parametrize("unsaved", [SaveError("no disk"), torch.OutOfMemoryError("no memory")])
+def test_an_error_while_saving_does_not_hide_the_one_before(unsaved):
+    from comfyui_ferry.core.comfy_adapter.training_session import TrainingSession
+
+    def save(*, lora):
+        raise unsaved
+
+    training = types.SimpleNamespace(step=3, weights=types.SimpleNamespace(is_whole=True))
+    session = types.SimpleNamespace(
+        start=None, manager=None, request=types.SimpleNamespace(saves=types.SimpleNamespace(prefix="x")),
+        progress=types.SimpleNamespace(saved="a state"), _running_training=lambda: training, save=save,
+    )  # fmt: skip
+    error = ArithmeticError("broken")
+    TrainingSession._keep(session, error)
+    assert f"a state is the last: {unsaved}" in error.__notes__[0]
 
 
 def test_a_disk_that_is_full_for_a_while_does_not_end_it(output, monkeypatch):
