@@ -125,7 +125,6 @@ def _run(
     on_host = request.offload.optimizer_on_cpu
     with torch.inference_mode(False):
         check_trainable(model)
-        check_preview(model, request.previews, preview)
         if saves.prefix:
             check_prefix(saves.prefix)
         check_device(request.training.optimizer, "cpu" if on_host else model.load_device)
@@ -133,6 +132,7 @@ def _run(
         check_noise_levels(model, request.levels)
         helpers = check_helpers(model, request)
         samples = read_examples(model, latents, positive, data, guidance=request.guidance)
+        check_preview(model, request.previews, preview, samples)
         begun = resume_version(saves.resume_from, saves.prefix)
         resumed = find_state(saves.resume_from, prefix=saves.prefix)
         start = None if resumed is None else read_state(resumed)

@@ -62,7 +62,11 @@ def read_samples(
         RequestError: If something is missing, does not match, or could not be honoured.
     """
     rows = [row for latent in latents for row in _latent_rows(latent)]
-    entries = [entry for index, entries in enumerate(conditioning) for entry in _entries(index, entries)]
+    entries = [
+        entry
+        for index, entries in enumerate(conditioning)
+        for entry in caption_entries(f"conditioning {index}", entries)
+    ]
     for index, entry in enumerate(entries):
         check_caption(model, f"caption {index}", entry)
         check_start_image(model, f"caption {index}", entry)
@@ -76,8 +80,12 @@ def read_samples(
     ]
 
 
-def _entries(index: int, conditioning: Any) -> list[list]:
-    """Return the captions of a CONDITIONING, once it is known to be one."""
+def caption_entries(what: str, conditioning: Any) -> list[list]:
+    """Return the captions of a CONDITIONING, once it is known to be one.
+
+    Raises:
+        RequestError: Naming ``what`` and what is in its place.
+    """
     is_list = isinstance(conditioning, list | tuple)
     wrong = [
         f"entry {number} is {type(entry).__name__}"
@@ -86,9 +94,9 @@ def _entries(index: int, conditioning: Any) -> list[list]:
     ]
     if wrong or not is_list:
         raise RequestError(
-            f"conditioning {index} is of type {type(conditioning).__name__} {wrong or ''}",
+            f"{what} is of type {type(conditioning).__name__} {wrong or ''}",
             limit="A CONDITIONING is a list of pairs, an embedding and a dictionary of options",
-            way_out="Connect a text encode node to 'positive'",
+            way_out="Connect a text encode node",
         )
     return list(conditioning)
 

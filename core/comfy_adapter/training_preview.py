@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..training import NoiseLevels, SampleSource, Training
-from .training_inputs import Caption, plain_entry
+from .caption_checks import ENCODE_TEXT, check_caption
+from .training_inputs import Caption, caption_entries, plain_entry
 from .training_request import PreviewSettings
 
 _SUBFOLDER = "ferry_previews"
@@ -46,12 +47,19 @@ class PreviewInputs:
     negative: list | None = None
 
 
-def check_preview(model: Any, settings: PreviewSettings, inputs: PreviewInputs) -> None:
-    """Refuse previews that could not be made.
+def check_preview(
+    model: Any, settings: PreviewSettings, inputs: PreviewInputs, samples: Sequence[SampleSource]
+) -> None:
+    """Refuse previews that could not be made, hours before the first of them.
 
     Raises:
-        RequestError: If CFG has no negative, or nothing turns a latent into colours.
+        RequestError: If a prompt could not be shown, CFG has no negative, or nothing turns a latent into
+            colours.
     """
+    prompts = {"preview_positive": inputs.positive, "preview_negative": inputs.negative}
+    for name, conditioning in prompts.items():
+        if conditioning is not None:
+            _check_prompt(model, name, conditioning, like=samples[0].read().condition.entry)
     if settings.cfg != 1.0 and not inputs.negative:
         raise RequestError(
             f"preview_cfg={settings.cfg} was asked without preview_negative",
@@ -64,6 +72,31 @@ def check_preview(model: Any, settings: PreviewSettings, inputs: PreviewInputs) 
             limit=f"ComfyUI knows no rough colours for the latents of {type(model.model).__name__}",
             way_out="Connect the VAE, or set preview_every to 0",
         )
+
+
+def _check_prompt(model: Any, name: str, conditioning: Any, *, like: list) -> None:
+    """Refuse what is not one caption of the same kind as ``like``, the first one that is trained on."""
+    entries = caption_entries(name, conditioning)
+    if len(entries) != 1:
+        raise RequestError(
+            f"{name} has {len(entries)} prompts",
+            limit="A preview shows one",
+            way_out="Connect one text encode node",
+        )
+    check_caption(model, name, entries[0])
+    own, trained = (_shape_of(entry) for entry in (entries[0], like))
+    if own != trained:
+        raise RequestError(
+            f"{name} has {own}",
+            limit=f"The captions that are trained on have {trained}",
+            way_out=ENCODE_TEXT,
+        )
+
+
+def _shape_of(entry: list) -> str:
+    pooled = entry[1].get("pooled_output")
+    more = "" if pooled is None else f" and {pooled.shape[-1]} pooled ones"
+    return f"{entry[0].shape[-1]} channels{more}"
 
 
 def can_show(model: Any, inputs: PreviewInputs) -> bool:

@@ -178,6 +178,19 @@ def test_what_cannot_be_shown_is_refused(monkeypatch):
 
     with pytest.raises(RequestError, match="without preview_negative"):
         train("flux", previews={"cfg": 3.0})
+    good = PATCHERS["flux"].caption(3)[0]
+    for prompt, message in (
+        ([], "has 0 prompts"),
+        ([good, good], "has 2 prompts"),
+        ("x", "is of type str"),
+        ([[None, good[1]]], "has a value of type NoneType for an embedding"),
+        ([[good[0][..., 1:], good[1]]], "has 39 channels.*have 40 channels"),
+        ([[good[0], {}]], "has 40 channels.*have 40 channels and 24 pooled"),
+        ([[good[0], good[1] | {"mask": torch.ones(1, 8, 6)}]], "carries a mask"),
+    ):
+        for name in ("positive", "negative"):
+            with pytest.raises(RequestError, match=f"^preview_{name} {message}"):
+                train("flux", inputs={name: prompt})
     monkeypatch.setattr(training_preview, "_rgb_factors", lambda model: None)
     with pytest.raises(RequestError, match="without preview_vae"):
         train("flux", previews={"every": 1})
