@@ -1,4 +1,4 @@
-"""Refuse that a module computes with a whole number of tokens beside its part of them.
+"""Refuse what a module cannot compute with beside its part of the tokens: whole numbers of them, no times.
 
 A module of which a dictionary splits the sequence may also be given a number: how many of the tokens are the
 picture's, or where a part begins. Beside this rank's part such a number is wrong, and nothing has a wrong
@@ -46,6 +46,24 @@ def _refuse(self: WholeCount, *_: Any) -> NoReturn:
 
 for _name in _USES.split():
     setattr(WholeCount, f"__{_name}__", _refuse)
+
+
+def refuse_no_times(path: str, name: str, rows: int, num_ranks: int) -> None:
+    """Check that no rank is left without times: models reshape them in a way that does not work for none.
+
+    Args:
+        path: Of the module.
+        name: Of the argument that is split.
+        rows: Its rows, on all ranks together.
+        num_ranks: How many share them.
+
+    Raises:
+        PlanError: On all ranks alike, before any of them waits for another.
+    """
+    if name == "timestep" and rows < num_ranks:
+        raise PlanError(
+            f"{path}, {name}: {rows} times cannot be shared by {num_ranks} ranks; use fewer ranks"
+        )
 
 
 def guard_counts(path: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -6,15 +6,15 @@ are gathered. It does not say what an attention call is over; so while the model
 
 What differs from diffusers: lengths and heads need not divide by the ranks, masks of keys are exact, Ring
 and Ulysses x Ring work with them, nothing of the model is replaced, and the plan's own rule is kept that a
-tensor of another number of dims than the plan expects stays whole. A rank may have no rows. A table of
-positions that a dictionary leaves out is split like its twin, and entries for blocks that a
-smaller model does not have are left out.
+tensor of another number of dims than the plan expects stays whole. A rank may have no rows. Positions that a
+dictionary leaves out are split like their twins, ControlNet residuals like the image tokens; what it has too
+much, for the blocks of a larger model, is ignored.
 
-What is refused: causal attention, masks with a row for each query, joint sequences of which a part is whole
-on every rank, and a module inside the model that computes with a whole number of tokens beside its part.
-Attention must go through ``scaled_dot_product_attention`` (diffusers' native backend).
+Refused are causal attention, masks with a row for each query, joint sequences of which a part is whole on
+every rank, and modules inside the model that compute with a whole number of tokens beside their part. Calls
+of attention must be ``scaled_dot_product_attention`` (diffusers' native backend).
 
-Source of the dictionary's meaning: diffusers ``models/_modeling_parallel.py``, ``hooks/context_parallel.py``.
+Source of what it means: diffusers ``models/_modeling_parallel.py``, ``hooks/context_parallel.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ..module_paths import find_modules, has_modules
 from .arguments import find_slot, signature_of
 from .collectives import all_gather
 from .cp_attention import CaughtAttention
-from .cp_counts import guard_counts
+from .cp_counts import guard_counts, refuse_no_times
+from .cp_residuals import split_residuals
 from .mesh import SequenceGroup
 from .sequence import split_sizes
 
@@ -129,8 +130,7 @@ class CpPlanHandle:
         self.group = group
         self.modules: list[nn.Module] = []
         self.hooks: list[CpPlanHook] = []
-        self.rank = dist.get_rank(group.whole)
-        self.num_ranks = dist.get_world_size(group.whole)
+        self.rank, self.num_ranks = dist.get_rank(group.whole), dist.get_world_size(group.whole)
         self.running = False
         self.split_open = False
         self.lengths: list[int] = []
@@ -158,6 +158,7 @@ class CpPlanHandle:
         for hook in self.hooks:
             hook.rows.clear()
         try:
+            args, kwargs = split_residuals(forward, args, kwargs, self.part)
             with CaughtAttention(self):
                 return forward(*args, **kwargs)
         finally:
@@ -171,10 +172,13 @@ class CpPlanHandle:
 
     def split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part of a whole tensor; it may have no rows."""
-        length = tensor.shape[dim]
-        self.lengths.append(length)
+        self.lengths.append(tensor.shape[dim])
         self.split_open = True
-        parts = tensor.split(split_sizes(length, self.num_ranks), dim)
+        return self.part(tensor, dim)
+
+    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of a whole tensor that is split where another one is."""
+        parts = tensor.split(split_sizes(tensor.shape[dim], self.num_ranks), dim)
         return parts[self.rank].clone(memory_format=torch.contiguous_format)
 
     def cut_lengths(self) -> set[int]:
@@ -260,13 +264,13 @@ class CpPlanHook(ModuleHook):
         """Split the arguments, call, then split or gather the outputs."""
         if not self.handle.running:
             return forward(*args, **kwargs)
-        num_splits = 0
-        for _, slot, split in self.arguments:
+        num_splits = len(self.handle.lengths)
+        for name, slot, split in self.arguments:
             value = slot.read(args, kwargs)
             if _is_meant(value, split):
+                refuse_no_times(self.path, name, value.shape[split.split_dim], self.handle.num_ranks)
                 args, kwargs = slot.replace(args, kwargs, self.handle.split(value, split.split_dim))
-                num_splits += 1
-        if num_splits and not self.is_root:
+        if len(self.handle.lengths) > num_splits and not self.is_root:
             args, kwargs = guard_counts(self.path, signature_of(module), args, kwargs)
         output = forward(*args, **kwargs)
         if not self.outputs and not self.gathers:

@@ -9,7 +9,7 @@ from .tiny_models import Inputs, noise
 
 
 def flux() -> tuple[nn.Module, Inputs]:
-    """Splits the inputs of the whole model, positions among them; fewer text tokens than ranks."""
+    """Splits the inputs of the whole model, positions among them; fewer text tokens than ranks, residuals."""
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
@@ -20,7 +20,8 @@ def flux() -> tuple[nn.Module, Inputs]:
         "hidden_states": noise(2, 35, 4), "encoder_hidden_states": noise(2, 2, 20),
         "pooled_projections": noise(2, 12), "timestep": torch.tensor([0.7, 0.3]),
         "guidance": torch.tensor([3.5, 3.5]), "img_ids": torch.arange(105.0).view(35, 3) % 7,
-        "txt_ids": torch.zeros(2, 3),
+        "txt_ids": torch.zeros(2, 3), "controlnet_block_samples": [noise(2, 35, 48)],
+        "controlnet_single_block_samples": (noise(2, 35, 48, seed=1),),
     }  # fmt: skip
     return model, inputs
 
@@ -67,6 +68,7 @@ def qwen() -> tuple[nn.Module, Inputs]:
     inputs = {
         "hidden_states": noise(1, 35, 16), "encoder_hidden_states": noise(1, 1, 20),
         "timestep": torch.tensor([0.7]), "img_shapes": [[(1, 5, 7)]],
+        "controlnet_block_samples": [noise(1, 35, 48)],
     }  # fmt: skip
     return model, inputs
 

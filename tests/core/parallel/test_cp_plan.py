@@ -158,18 +158,27 @@ def test_what_a_dictionary_cannot_say_is_refused(inputs: Inputs, message: str) -
     assert all(message in seen for seen in run_ranks(body, 2))
 
 
-def test_a_number_of_all_tokens_beside_a_part_of_them_is_refused() -> None:
-    """Helios scales the keys of its history, which it finds by the picture's number of tokens."""
-    model, inputs = diffusers_models.helios(is_amplify_history=True)
+def test_what_a_module_cannot_compute_with_beside_its_part_is_refused() -> None:
+    """Helios scales the keys of its history, which it finds by the picture's number of tokens.
 
-    def body() -> str:
-        handle = parallelize_cp_plan(model, group=world_sequence())
-        with pytest.raises(PlanError) as caught:
-            mixed(handle, model, **inputs)
-        return str(caught.value)
+    Wan cannot reshape the times of a rank that has none; the others would wait for it.
+    """
+    helios, inputs = diffusers_models.helios(is_amplify_history=True)
+    wan, call = diffusers_models.wan()
+    call |= {"timestep": torch.tensor([[700]])}
 
-    for seen in run_ranks(body, 2):
-        assert "blocks.0.attn1, original_context_length=45 is used" in seen
+    def body() -> list[str]:
+        seen = []
+        for model, given in ((helios, inputs), (wan, call)):
+            handle = parallelize_cp_plan(model, group=world_sequence())
+            with pytest.raises(PlanError) as caught:
+                mixed(handle, model, **given)
+            seen.append(str(caught.value))
+        return seen
+
+    for counted, timed in run_ranks(body, 2):
+        assert "blocks.0.attn1, original_context_length=45 is used" in counted
+        assert "timestep: 1 times cannot be shared by 2 ranks" in timed
 
 
 def test_dictionaries_that_do_not_fit_are_refused() -> None:
