@@ -53,13 +53,21 @@ def check_preview(
     """Refuse previews that could not be made, hours before the first of them.
 
     Raises:
-        RequestError: If a prompt could not be shown, CFG has no negative, or nothing turns a latent into
-            colours.
+        RequestError: If a prompt could not be shown, CFG has no negative, nothing turns a latent into
+            colours, or the VAE is another model's.
     """
     prompts = {"preview_positive": inputs.positive, "preview_negative": inputs.negative}
     for name, conditioning in prompts.items():
         if conditioning is not None:
             _check_prompt(model, name, conditioning, like=samples[0].read().condition.entry)
+    channels = model.get_model_object("latent_format").latent_channels
+    decoded = getattr(inputs.vae, "latent_channels", channels)
+    if decoded != channels:
+        raise RequestError(
+            f"a preview_vae for latents of {decoded} channels was connected",
+            limit=f"{type(model.model).__name__} makes latents of {channels}",
+            way_out="Connect the VAE that belongs to the model, or none",
+        )
     if settings.cfg != 1.0 and not inputs.negative:
         raise RequestError(
             f"preview_cfg={settings.cfg} was asked without preview_negative",

@@ -191,6 +191,10 @@ def test_what_cannot_be_shown_is_refused(monkeypatch):
         for name in ("positive", "negative"):
             with pytest.raises(RequestError, match=f"^preview_{name} {message}"):
                 train("flux", inputs={name: prompt})
+    vae = Vae()
+    vae.latent_channels = 4
+    with pytest.raises(RequestError, match=r"preview_vae for latents of 4 channels.*makes latents of 16"):
+        train("flux", inputs={"vae": vae})
     monkeypatch.setattr(training_preview, "_rgb_factors", lambda model: None)
     with pytest.raises(RequestError, match="without preview_vae"):
         train("flux", previews={"every": 1})
