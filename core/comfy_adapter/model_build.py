@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +36,7 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
 
 # ComfyUI's layers that call torch.nn.functional.linear; its others have products of their own.
 _PLAIN_LINEAR = ("comfy.ops.disable_weight_init.Linear", "comfy.ops.manual_cast.Linear")
-
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _lock = threading.Lock()
 # What ComfyUI's detection raises on tensors that are no model of its.
 _FOREIGN_ERRORS = (
@@ -177,12 +178,18 @@ def _check_kinds(weights: dict[str, Any], wanted: dict[str, torch.dtype]) -> Non
 
 
 def _check_complete(module: nn.Module, missing: list[str]) -> None:
-    """Refuse a file without a weight that ComfyUI's layers leave uninitialised."""
+    """Refuse a file without a weight that ComfyUI leaves uninitialised."""
+    parameters = dict(module.named_parameters())
+    # With any number for a block's: what one block has in the file, the others need from there too.
+    given = {_NUMBER.sub("#", name) for name in set(parameters).difference(missing)}
     absent = []
     for name in missing:
         path, _, last = name.rpartition(".")
-        # Other parameters of theirs (scales of fp8 layers) have a value to begin with.
-        if last in ("weight", "bias") and hasattr(module.get_submodule(path), "comfy_cast_weights"):
+        # Other parameters of layers (scales of fp8) have a value to begin with.
+        if hasattr(module.get_submodule(path), "comfy_cast_weights"):
+            if last in ("weight", "bias"):
+                absent.append(name)
+        elif name in parameters and _NUMBER.sub("#", name) in given:
             absent.append(name)
     if absent:
         raise RequestError(

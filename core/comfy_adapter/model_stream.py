@@ -5,10 +5,13 @@ It hangs on the ``BaseModel`` itself, so it lives as long as the weights do.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..offload import ModelStreamer
 from .patch_arithmetic import patched_by_loading
@@ -16,6 +19,7 @@ from .stream_patches import PatchValues, weight_changes
 from .stream_state import StateHook
 
 _ATTRIBUTE = "ferry_stream"
+_IS_PATCHED = "comfy_patched_weights"
 _CAST_SETTINGS = ("comfy_cast_weights", "comfy_force_cast_weights")
 
 
@@ -34,7 +38,8 @@ class ModelStream:
         self.streamer = streamer
         self.hook_patches: dict[str, list[tuple]] = {}
         self._values = PatchValues(streamer.pool.device)
-        self._state_hook: Any = None
+        self._state_hook: StateHook | None = None
+        self._state_handle: Any = None
         self._cast_settings: list[tuple[nn.Module, dict[str, Any]]] = []
         model.__dict__[_ATTRIBUTE] = self
 
@@ -61,7 +66,8 @@ class ModelStream:
         self.send_changes(model, patches)
         streamer.load(int(room) - self._values.nbytes)
         if self._state_hook is None:
-            self._state_hook = model.diffusion_model._register_state_dict_hook(StateHook(streamer))
+            self._state_hook = StateHook(streamer)
+            self._state_handle = model.diffusion_model._register_state_dict_hook(self._state_hook)
         model.device = device
         self.publish(model)
 
@@ -87,13 +93,39 @@ class ModelStream:
         """Give all target memory back: a plain model on the host, as if it had never been loaded."""
         self.streamer.unload()
         if self._state_hook is not None:
-            self._state_hook.remove()
-            self._state_hook = None
+            self._state_handle.remove()
+            self._state_hook = self._state_handle = None
         self._values.keep([], 0)
         self.force_cast(model, enabled=False)
         model.current_weight_patches_uuid = None
         model.device = device
         self.publish(model)
+
+    @contextlib.contextmanager
+    def plain_state(self, model: Any) -> Iterator[None]:
+        """Within it, the diffusion model's state dict is of the tensors that stand in it.
+
+        ComfyUI takes quantized weights from there then: its objects that patch one when it is written hold
+        no whole numbers.
+        """
+        marked = [
+            (module, module.__dict__.get(_IS_PATCHED))
+            for module in model.modules()
+            if is_traceable_wrapper_subclass(module._parameters.get("weight"))
+        ]
+        if self._state_hook is not None:
+            self._state_hook.is_paused = True
+        for module, _ in marked:
+            module.__dict__[_IS_PATCHED] = True
+        try:
+            yield
+        finally:
+            for module, before in marked:
+                del module.__dict__[_IS_PATCHED]
+                if before is not None:
+                    module.__dict__[_IS_PATCHED] = before
+            if self._state_hook is not None:
+                self._state_hook.is_paused = False
 
     def force_cast(self, model: Any, *, enabled: bool) -> None:
         """Let every layer compute in its input's dtype (``set_model_compute_dtype``), or no longer."""

@@ -10,12 +10,15 @@ from typing import Any
 
 import comfy.model_patcher
 import torch
+from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
 from ..errors import RequestError
 from ..offload import PackedWeight
 from .model_stream import ModelStream, stream_of
+from .patch_arithmetic import patched_by_loading
 from .stream_patches import PatchValues, weight_changes
+from .stream_state import state_pieces
 
 
 class StreamedPatcher(comfy.model_patcher.ModelPatcher):
@@ -65,7 +68,7 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
                 if isinstance(value, nn.Module):
                     value.to(device_to)
             stream.force_cast(self.model, enabled=self.force_cast_weights)
-            self._load(device_to, extra_memory)
+            self._load(device_to, extra_memory, force_patch_weights)
         return stream.loaded_bytes() - before
 
     def partially_unload(
@@ -92,7 +95,7 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
             return
         self._check(force_patch_weights)
         room = float("inf") if full_load or not lowvram_model_memory else lowvram_model_memory
-        self._load(device_to, room - self.stream.loaded_bytes())
+        self._load(device_to, room - self.stream.loaded_bytes(), force_patch_weights)
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
         """Undo object patches; with ``unpatch_weights`` bring the weights back to the host as well."""
@@ -150,13 +153,21 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
         return_weight: bool = False,
         force_cast: bool = False,
     ) -> Any:
-        """Return one patched weight, for saving; a streamed weight is never patched for good."""
+        """Return one patched weight, for saving.
+
+        Raises:
+            RequestError: If a streamed weight was to be patched for good.
+        """
         stream = self.stream
         if stream is None:
             options = {"return_weight": True, "force_cast": force_cast} if return_weight else {}
             return super().patch_weight_to_device(key, device_to, inplace_update, **options)
         if not return_weight:
-            raise RuntimeError("a streamed weight is patched on its way to the GPU, never for good")
+            raise RequestError(
+                f"patching {key} of a streamed MODEL for good was asked",
+                limit="A streamed weight is patched on its way to the GPU, and stays as it was on the host",
+                way_out="Connect the node that asks for it before Offload Model",
+            )
         master = stream.streamer.registered(key)
         if master is None:
             return comfy.model_patcher.get_key_weight(self.model, key)[0]
@@ -166,14 +177,27 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
         weight = master if device_to is None else master.to(device_to)
         return changes[key].apply(weight) if key in changes else weight
 
-    def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> Any:
-        """Return what newer ComfyUI writes to a file.
+    def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> dict[str, Any]:
+        """Return the patched weights (newer ComfyUI): most of them are patched when they are written.
 
         Raises:
             RequestError: If weights are in GGUF's blocks.
         """
         self._check_saving()
-        return super().model_state_dict_for_saving(model, prefix)  # pyright: ignore[reportAttributeAccessIssue]
+        saved = super().model_state_dict_for_saving  # pyright: ignore[reportAttributeAccessIssue]
+        stream = self.stream
+        if stream is None:
+            return saved(model, prefix)
+        with stream.plain_state(self.model):
+            state = saved(model, prefix)
+        for key in patched_by_loading(self.model, self.patches):
+            name = key.removeprefix(prefix)
+            # These stand in the state as they do in the model.
+            if key.startswith(prefix) and type(state.get(name)) in (torch.Tensor, nn.Parameter):
+                weight = self.patch_weight_to_device(key, self.load_device, return_weight=True)
+                pieces = state_pieces(name, weight) or {name: weight}
+                state.update({piece: tensor.cpu() for piece, tensor in pieces.items()})
+        return state
 
     def pin_weight_to_device(self, key: str) -> None:
         """Do nothing: the arena is pinned as a whole."""
@@ -181,13 +205,18 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
             super().pin_weight_to_device(key)
 
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse ComfyUI's MultiGPU split, whose copies would not stream."""
-        raise RuntimeError(
-            "The weights of this MODEL stream (ComfyUI-Ferry). Remove the MultiGPU node, or use Parallel "
-            "Model."
+        """Refuse ComfyUI's MultiGPU split.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(
+            "a MultiGPU copy of a streamed MODEL was asked",
+            limit="Its copies would not stream",
+            way_out="Remove the MultiGPU node, or use Parallel Model",
         )
 
-    def _load(self, device_to: Any, extra_bytes: float) -> None:
+    def _load(self, device_to: Any, extra_bytes: float, force_patch_weights: bool) -> None:
         stream = self.stream
         assert stream is not None
         # Hooks of a sampling that ended badly, maybe of another clone.
@@ -198,6 +227,11 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
             stream.release(self.model, self.offload_device)
             raise
         self.model.current_weight_patches_uuid = self.patches_uuid
+        for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):
+            room = stream.loaded_bytes()
+            callback(self, device_to, room, force_patch_weights, room >= stream.streamer.weight_bytes)
+        # Nodes that swap blocks themselves move some of them then.
+        stream.streamer.bring_back()
         self.apply_hooks(self.forced_hooks, force_apply=True)
 
     def _check(self, force_patch_weights: bool) -> None:

@@ -47,7 +47,8 @@ class MappedFile:
         except (OSError, ValueError) as error:  # ValueError: names that no file can have
             raise _refusal(path, f"It cannot be opened ({error})") from error
         try:
-            self.size_bytes = os.fstat(self._file.fileno()).st_size
+            self._state = _state(self._file)
+            self.size_bytes = self._state[0]
             if not self.size_bytes:
                 raise _refusal(path, "It is empty: it is not whole")
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -89,11 +90,13 @@ class MappedFile:
             False if the address lies outside of this file's mapping, or in a tensor that was written to.
 
         Raises:
-            OffloadError: If the file has become shorter.
+            OffloadError: If the file has been written to since it was opened.
         """
         offset = address - self._bytes.data_ptr()
         if not 0 <= offset <= self._bytes.numel() - destination.numel() or self._is_written(offset):
             return False
+        if _state(self._file) != self._state:
+            raise OffloadError(f"{self.path} has been written to since it was opened. Load it again.")
         array: Any = destination.numpy()
         view = memoryview(array)
         self._file.seek(offset)
@@ -112,6 +115,12 @@ class MappedFile:
             return False
         around = itertools.takewhile(lambda one: one[0] == self._given[first][0], self._given[first:])
         return any(tensor._version != version for _, tensor, version in around)
+
+
+def _state(file: Any) -> tuple[int, int]:
+    """Return a file's size in bytes and the time of its last change in ns."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _refusal(path: Path, limit: str) -> RequestError:

@@ -130,6 +130,12 @@ class StreamBlock:
             if not part.is_bound:
                 part.bind()
 
+    def bring_back(self) -> None:
+        """Undo what somebody else moved meanwhile (``module.to``): of the master, and of what stays bound."""
+        for part in self.parts:
+            part.rebind_moved()
+        self.master.take_back()
+
     def unbind_rest(self) -> None:
         """Put the registered objects back where they stream."""
         if self.rest is not None:

@@ -72,6 +72,10 @@ class TargetBuffer:
             known = self._views[id(master)] = (self.first, self.stop, made)
         return known[2]
 
+    def forget_views(self) -> None:
+        """Make the objects anew when they are asked for next."""
+        self._views.clear()
+
     def forget_content(self) -> None:
         """Note that the bytes are no block's any more, or a block's as it is on the host."""
         self.master = None

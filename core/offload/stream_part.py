@@ -17,6 +17,7 @@ from .stream_blocks import StreamEntry
 from .stream_buffers import StreamPool, TargetBuffer
 from .stream_masters import BlockMaster
 from .transfer import Transfer
+from .wrappers import take_apart
 
 if TYPE_CHECKING:
     from .stream_buffers import Binding
@@ -92,6 +93,18 @@ class StreamPart:
             if entry.table.get(entry.name) is stand_in:
                 entry.table[entry.name] = entry.tensor
         self._bound = []
+
+    def rebind_moved(self) -> None:
+        """Make objects over the target's bytes anew if the data of those that stand there was moved away."""
+        if self.buffer is None or not self.is_bound:
+            return
+        own = self.buffer.storage.data_ptr()
+        views = [view for _, view in self.buffer.views(self.master)]
+        leaves = [leaf for view in views for leaf in take_apart(view)[0] if leaf.numel()]
+        if any(leaf.untyped_storage().data_ptr() != own for leaf in leaves):
+            self.buffer.forget_views()
+            self.unbind()
+            self.bind()
 
     def apply_changes(
         self, pool: StreamPool, changes: Mapping[str, WeightChange], entries: Mapping[str, StreamEntry]

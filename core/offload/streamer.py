@@ -172,6 +172,11 @@ class ModelStreamer:
             self.is_loaded = True
             self._hooks.install()
 
+    def bring_back(self) -> None:
+        """Undo what somebody else moved of the loaded model's tensors meanwhile (``module.to``)."""
+        for block in self._all:
+            block.bring_back()
+
     def shrink(self, free_bytes: int) -> int:
         """Give target memory of what stays of the blocks back; it streams from now on.
 

@@ -259,8 +259,11 @@ def make_managed(tensor: torch.Tensor, entries: list[Entry]) -> PlainTensor | Su
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Rebind ``tensor`` to the memory of ``value``; identity, version and autograd state stay."""
-    if tensor.is_inference():
+    """Rebind ``tensor`` to the memory of ``value``; identity, version and autograd state stay.
+
+    One of another device or dtype, which somebody moved, is an inference tensor no more.
+    """
+    if tensor.is_inference() and (tensor.device, tensor.dtype) == (value.device, value.dtype):
         with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
             tensor.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
         return

@@ -188,6 +188,10 @@ def test_refusals():
         offload(model, share_with=model)
     with pytest.raises(RequestError, match="same budgets"):
         offload(model, share_with=streamed, prefetch_depth=3)
+    with pytest.raises(RequestError, match="MultiGPU"):
+        streamed.deepclone_multigpu()
+    with pytest.raises(RequestError, match="for good"):
+        streamed.patch_weight_to_device("diffusion_model.head.head.weight")
     compiled = streamed.clone()
     compiled.model_options["torch_compile_kwargs"] = {"backend": "inductor"}
     with pytest.raises(RequestError, match=r"torch\.compile"):

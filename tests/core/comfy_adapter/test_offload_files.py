@@ -223,6 +223,7 @@ def test_what_is_no_model_is_refused_and_leaves_nothing(models, wan):
 
     refused(lambda w: w.update({"blocks.1.ffn.0.bias": torch.zeros(65)}), "do not fit")
     refused(lambda w: w.pop("blocks.2.ffn.0.weight"), "not in the file")
+    refused(lambda w: w.pop("blocks.2.modulation"), "not in the file")
     refused(lambda w: w.update({"blocks.1.ffn.0.bias": torch.zeros(64, dtype=torch.int64)}), "wrong dtype")
     refused(lambda w: [w.pop(name) for name in list(w) if "ffn" not in name], "does not know it")
     for name in (

@@ -107,9 +107,14 @@ def test_refuses_what_is_not_whole(tmp_path):
     path.write_bytes(whole)
     file = WeightFile(path)
     address = file.tensors()["a"].data_ptr()
-    os.truncate(path, 60)
-    with pytest.raises(OffloadError, match="shorter"):
-        file.read(address, torch.zeros(24, dtype=torch.uint8))
+    taken = torch.zeros(24, dtype=torch.uint8)
+    assert file.read(address, taken)
+    written_ns = path.stat().st_mtime_ns
+    for spoil in (lambda: os.truncate(path, 60), lambda: path.write_bytes(whole)):
+        spoil()
+        os.utime(path, ns=(written_ns, written_ns + (path.stat().st_size == len(whole))))
+        with pytest.raises(OffloadError, match="written to"):
+            file.read(address, taken)
     os.mkfifo(tmp_path / "pipe.safetensors")  # opening it would wait for a writer
     for name in ("absent", "pipe", "no\0file", "\ud800", "long" * 100):
         with pytest.raises(RequestError, match="opened"):
