@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_the_walk_through_quotes_the_example():
     assert len(blocks) == 4 and all(block in example for block in blocks)
 
 
-def test_the_readme_trains_as_written_and_parallelises_as_the_example():
+def test_the_readme_trains_as_written_and_parallelises_as_the_example(tmp_path):
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     training, parallel = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     torch.manual_seed(0)
@@ -101,7 +102,9 @@ def test_the_readme_trains_as_written_and_parallelises_as_the_example():
         return losses[-1]
 
     names = {"torch": torch, "model": model, "data": [torch.ones(2, 6)] * 20, "loss_of": loss_of}
-    exec(training.replace('"cuda"', '"cpu"'), names)
+    script = tmp_path / "readme.py"
+    script.write_text(training.replace('"cuda"', '"cpu"'), encoding="utf-8")
+    runpy.run_path(str(script), init_globals=names)
     assert losses[-1] < losses[0]
     assert not any(map(torch.equal, before, model.parameters()))
     example = (EXAMPLES / "parallel_transformer.py").read_text(encoding="utf-8")

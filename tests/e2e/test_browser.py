@@ -275,6 +275,11 @@ def test_settings_decide_what_auto_means_in_chinese_with_light_nodes_2_0(
         while (chosen := server.get("/ferry/machine")["chosen"]) != [1] and time.monotonic() < until:
             time.sleep(0.1)
         assert chosen == [1]
+        if is_newer_comfyui():  # 0.3.75's Nodes 2.0 moves the nodes of every file
+            canvas = Canvas(server, page)
+            canvas.open(path_of("train_and_sample"))
+            page.wait_for_timeout(500)  # the nodes are measured once they are drawn
+            assert canvas.misplaced() == []
     finally:
         page.context.close()
         server.post("/settings", {"Comfy.Locale": "en", "Comfy.ColorPalette": "dark"} | _NO_SETTINGS)

@@ -127,9 +127,9 @@ def rewrite_by_text(network):
             source = textwrap.dedent(inspect.getsource(kind.forward))
             changed = re.sub(r"^( *)(img|txt|x) \+= (.*)$", r"\1\2 = \2 + (\3)", source, flags=re.MULTILINE)
             if changed != source:
-                scope = {}
+                scope = dict(inspect.getmodule(kind).__dict__)
                 code = "from __future__ import annotations\n" + changed
-                exec(compile(code, "rewritten", "exec"), inspect.getmodule(kind).__dict__, scope)
+                types.FunctionType(compile(code, "rewritten", "exec"), scope)()
                 block.forward = types.MethodType(scope["forward"], block)
 
 
