@@ -62,14 +62,14 @@ class SharedMasters:
         """
         try:
             descriptor = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
+            memory = cls(descriptor, is_filled=True)
+            header = os.pread(descriptor, _FILLED_AT + 1, 0)
+        except (OSError, TypeError) as error:
             raise RequestError(
                 f"the shared weights {handle!r} were asked",
-                limit=f"They cannot be opened ({error.strerror}); they go with the process that made them",
+                limit=f"They cannot be opened ({error}); they go with the process that made them",
                 way_out="Open them while it lives, as the same user",
             ) from error
-        memory = cls(descriptor, is_filled=True)
-        header = os.pread(descriptor, _FILLED_AT + 1, 0)
         if header[: len(_MAGIC)] != _MAGIC or header[_FILLED_AT:] != b"\x01":
             raise RequestError(
                 f"the shared weights {handle!r} were asked",

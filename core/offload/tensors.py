@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
+from ..errors import OffloadError
 from .segments import Layout
 from .wrappers import take_apart
 
@@ -120,6 +121,7 @@ class PlainTensor(ManagedTensor):
         super().__init__(tensor, entries)
         self._bound_version = 0
         self._bound_address = 0
+        self._host_address = 0
 
     @override
     def leaves(self) -> list[torch.Tensor]:
@@ -128,6 +130,7 @@ class PlainTensor(ManagedTensor):
     @override
     def attach(self) -> None:
         super().attach()
+        self._host_address = self.host_views[0].data_ptr()
         set_data(self.tensor, self.host_views[0])
 
     @override
@@ -153,7 +156,7 @@ class PlainTensor(ManagedTensor):
     @override
     def restore(self) -> None:
         device = self.original_device
-        if not self.is_intact():
+        if self._has_moved() or not self.is_intact():
             if self.tensor.device != device:
                 set_data_and_gradient(self.tensor, self.tensor.detach().to(device))
         elif device.type != "cpu":
@@ -166,8 +169,17 @@ class PlainTensor(ManagedTensor):
 
     @override
     def is_intact(self) -> bool:
-        host = self.host_views[0]
-        return self.tensor.data_ptr() == host.data_ptr() and self.places[0][1].fits(self.tensor)
+        if self._has_moved():
+            raise OffloadError(
+                f"The memory of {self.path} was put elsewhere (by share_memory() or by sending it to another "
+                "process), so what is copied to the target would be out of date. Send a clone, or attach the "
+                "OffloadTrainingManager afterwards."
+            )
+        return self.tensor.data_ptr() == self._host_address and self.places[0][1].fits(self.tensor)
+
+    def _has_moved(self) -> bool:
+        # Sharing a storage exchanges the memory under everything that uses it, the master's views included.
+        return self.host_views[0].data_ptr() != self._host_address
 
     def take_in(self, value: torch.Tensor) -> None:
         """Make ``value`` (of the same layout) the master's content."""

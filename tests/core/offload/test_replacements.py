@@ -75,6 +75,18 @@ def test_a_parameter_whose_data_is_replaced(kind):
         assert torch.equal(mine, other) and mine.dtype == other.dtype
 
 
+def test_weights_whose_memory_was_shared_meanwhile_are_refused_not_trained_in_vain():
+    plain, model, manager = pair("residual", True)
+    assert_same_step(plain, model, manager)
+    model.share_memory()  # as a queue does with a state_dict that it sends
+    with pytest.raises(OffloadError, match=r"blocks\.0.* put elsewhere"):
+        model(inputs(0))
+    manager.remove()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert_same_step(plain, model, OffloadTrainingManager(model, "cpu", True), 1)
+
+
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_new_parameter_object(on_host):
     plain, model, manager = pair("residual", on_host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -164,5 +165,8 @@ def test_another_model_too_early_or_too_late_is_refused():
     handle = memory.handle
     del memory
     gc.collect()
-    with pytest.raises(RequestError, match="cannot be opened"):
-        SharedMasters.open(handle)
+    pipe, end = os.pipe()
+    for other in (handle, f"/proc/self/fd/{pipe}", None):
+        with pytest.raises(RequestError, match="cannot be opened"):
+            SharedMasters.open(other)
+    os.close(pipe), os.close(end)
