@@ -134,12 +134,9 @@ class WorkerModel:
             return sorted(self.patched)
 
         def patched(name: str) -> torch.Tensor | None:
-            whole = self.weights[name]
-            held = self.held.place(name, whole) if isinstance(whole, PackedWeight) else None
-            if isinstance(held, PackedWeight):
-                return self._patched_part(name, patches[name], held)
             # Patched whole, then cut: a rank has the very numbers of the whole, stochastic rounding too.
-            whole = self._patched_weight(name, patches[name], whole)
+            # A packed one becomes dense: what a recording reads must not be made while it is replayed.
+            whole = self._patched_weight(name, patches[name], self.weights[name])
             self.progress.mark()
             return self.held.own(name, whole)
 

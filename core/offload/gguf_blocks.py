@@ -162,8 +162,14 @@ def _iq4_xs(scale: Tensor, high_parts: Tensor, low_parts: Tensor, low: Tensor) -
 
 
 def _iq4_values(codes: Tensor) -> Tensor:
-    table = torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=codes.device)
-    return table[codes.to(torch.int32)]
+    # Made by kernels alone: a copy from the host could not be recorded in a CUDA graph.
+    shifts = torch.arange(0, 64, 8, device=codes.device)
+    halves = [
+        int.from_bytes(bytes(value + 128 for value in half), "little", signed=True)
+        for half in (_IQ4_VALUES[:8], _IQ4_VALUES[8:])
+    ]
+    table = torch.cat([(torch.full_like(shifts, half) >> shifts) & 255 for half in halves])
+    return table.to(torch.float32).sub_(128)[codes.to(torch.int32)]
 
 
 GGUF_FORMATS: dict[str, GgufFormat] = {
