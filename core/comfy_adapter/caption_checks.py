@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import comfy.model_base
@@ -196,6 +196,34 @@ def _makes_video_of_picture(model: Any) -> bool:
     """
     config = getattr(model.model.model_config, "unet_config", {})
     return isinstance(model.model, comfy.model_base.WAN21) and config.get("in_dim") == _WITH_START_PICTURE
+
+
+def check_are_read(conds: Mapping[str, Any], without: Mapping[str, Any], model: Any) -> None:
+    """Refuse reference latents that a model does not look at: it would not learn what they are for.
+
+    Args:
+        conds: What the model makes of a caption.
+        without: What it makes of the same without its reference latents.
+        model: The model, of a ``model_base`` class.
+
+    Raises:
+        RequestError: If both are the same.
+    """
+    same = conds.keys() == without.keys()
+    if same and all(_same(cond.cond, without[name].cond) for name, cond in conds.items()):
+        raise RequestError(
+            "a caption with reference latents (control pictures) was given",
+            limit=f"{type(model).__name__} does not look at them",
+            way_out="Use an edit model, or leave out control_folder and Reference Latent",
+        )
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return type(first) is type(second) and bool(first == second)
 
 
 @contextlib.contextmanager

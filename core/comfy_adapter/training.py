@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..training import MIN_SNR_GAMMA, NoiseLevels, seed_torch, shifted
-from .caption_checks import ENCODE_TEXT, refuse_misfits
+from .caption_checks import ENCODE_TEXT, check_are_read, refuse_misfits
 from .text_widths import check_widths, text_widths
 from .training_inputs import Caption
 
@@ -98,6 +98,7 @@ class ComfyProcess:
         self.device = device
         self.seed = seed
         self.levels = levels or NoiseLevels()
+        self._reads_references = False  # seen to
         self._computed: set[str] = set()  # shapes of latent and caption that the model has computed
         self._text_widths = text_widths(self.model.diffusion_model)
         self._quantiles = (self._quantile_of(self.levels.lowest), self._quantile_of(self.levels.highest))
@@ -186,12 +187,25 @@ class ComfyProcess:
 
     def _model_conds(self, noisy: Tensor, caption: Caption) -> dict[str, Any]:
         """Return one caption as the model's own arguments (pooled output, guidance, references)."""
-        positive = comfy.sampler_helpers.convert_cond([caption.entry])
-        latent = caption.latent.to(self.device)
+        model_conds = self._processed(noisy, caption.entry, caption.latent)
+        check_widths(self._text_widths, model_conds, model=type(self.model).__name__)
+        embedding, options = caption.entry
+        if options.get("reference_latents") and not self._reads_references:
+            others = {name: value for name, value in options.items() if name != "reference_latents"}
+            check_are_read(
+                model_conds, self._processed(noisy, [embedding, others], caption.latent), self.model
+            )
+            self._reads_references = True
+        return {name: cond.process_cond(batch_size=1, area=None) for name, cond in model_conds.items()}
+
+    def _processed(self, noisy: Tensor, entry: list, latent: Tensor) -> dict[str, Any]:
+        """Return what the model makes of one entry of a CONDITIONING."""
+        positive = comfy.sampler_helpers.convert_cond([entry])
+        clean = latent.to(self.device)
         with refuse_misfits("a caption that does not fit was given", self.model):
             try:
                 processed = comfy.samplers.process_conds(
-                    self.model, noisy, {"positive": positive}, self.device, latent, None, self.seed
+                    self.model, noisy, {"positive": positive}, self.device, clean, None, self.seed
                 )
             except KeyError as error:
                 raise RequestError(
@@ -199,9 +213,7 @@ class ComfyProcess:
                     limit=f"{type(self.model).__name__} is conditioned on it",
                     way_out=ENCODE_TEXT,
                 ) from error
-        model_conds = processed["positive"][0]["model_conds"]
-        check_widths(self._text_widths, model_conds, model=type(self.model).__name__)
-        return {name: cond.process_cond(batch_size=1, area=None) for name, cond in model_conds.items()}
+        return processed["positive"][0]["model_conds"]
 
     def _apply(self, noisy: Tensor, sigma: Tensor, conds: list[dict[str, Any]]) -> Tensor:
         options = comfy.model_patcher.create_model_options_clone(self.patcher.model_options)

@@ -7,6 +7,7 @@ from typing import Any
 
 import folder_paths
 
+from ..errors import RequestError
 from ..training.dataset import (
     FolderOptions,
     TrainingSet,
@@ -58,6 +59,12 @@ def load_input_folder(
     Raises:
         RequestError: If the folder is not inside, or naming every file that cannot be used.
     """
+    if family not in FAMILY_NAMES:
+        raise RequestError(
+            f"model_family={family!r} was asked",
+            limit=f"Known are {list(FAMILY_NAMES)}",
+            way_out="Set model_family to one of them",
+        )
     step_px = OTHER.bucket_step_px if family == "any" else bucket_step_px(family)
     root = Path(folder_paths.get_input_directory())
     controls = "" if control_folder == NO_CONTROL else control_folder

@@ -43,6 +43,8 @@ def test_a_folder_becomes_images_and_captions_in_their_buckets(pictures):
     result = load(model_family="FLUX.1-dev", resolution=96, repeats=2, before=load().args[0])
     (found,) = result.args
     assert "2 files, 6 samples" in result.ui.as_dict()["text"][0]
+    with pytest.raises(RequestError, match="model_family='nope'"):
+        load(model_family="nope")
     images, captions = TrainingSetImages.execute(found, seed=0).args
     assert captions == ["cat a", "cat b", *["cat a"] * 2, *["cat b"] * 2]
     assert [tuple(image.shape) for image in images] == [

@@ -238,3 +238,22 @@ def test_what_only_the_network_finds_out_is_refused_too():
         with pytest.raises(RuntimeError, match=r"^a lost GPU"):
             process.denoise(noisy, sigma, [sample.condition])
         del process.model.diffusion_model.forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_read"), [("qwen", True), ("flux", True), ("sd3", False), ("sdxl", False)]
+)
+def test_reference_latents_that_the_model_does_not_look_at_are_refused(kind, is_read):
+    from comfyui_ferry.core.comfy_adapter.training_inputs import Caption
+
+    with process_of(kind) as process:
+        sample = samples_of(kind, process, 1)[0].read()
+        embedding, options = sample.condition.entry
+        edit = Caption([embedding, options | {"reference_latents": [sample.latent]}], sample.latent)
+        noisy = noise(*sample.latent.shape)
+        with (
+            contextlib.nullcontext()
+            if kind in ("qwen", "flux")
+            else pytest.raises(RequestError, match="look at them")
+        ):
+            process.groups(noisy, [edit, edit])
