@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+import types
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,8 @@ class _Jobs:
             print(f"a fault is planted at {time.monotonic():.3f}", flush=True)
             planted_loop()
         call = "hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)"
-        exec(compile(call, "torch/distributed/stand_in.py", "eval"), {"hashlib": hashlib})
+        code = compile(call, "torch/distributed/stand_in.py", "eval")
+        types.FunctionType(code, {"hashlib": hashlib})()
 
     def job_compute(self, seconds, rank=0, parts=1):
         """One rank computes while the others wait for it, and marks each of several parts as done."""
