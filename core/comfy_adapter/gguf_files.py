@@ -1,6 +1,7 @@
 """GGUF files, whose headers the package ``gguf`` reads.
 
-A quantized matrix stays what it is in the file, a ``PackedWeight``. Other tensors are made numbers here.
+A quantized matrix stays what it is in the file, a ``PackedWeight``. Other tensors are made numbers here, and
+so are the types that ``core.offload`` does not know, by the package.
 
 Source: https://github.com/ggml-org/llama.cpp/tree/master/gguf-py. Image models note a tensor's true shape
 under ``comfy.gguf.orig_shape.<name>`` where GGUF's own cannot hold it.
@@ -48,6 +49,7 @@ def open_gguf(path: Path) -> tuple[MappedFile, dict[str, torch.Tensor]]:
     """
     try:
         gguf: Any = importlib.import_module("gguf")
+        quants: Any = importlib.import_module("gguf.quants")
     except ImportError as error:
         raise RequestError(
             f"loading {path.name} was asked",
@@ -59,9 +61,8 @@ def open_gguf(path: Path) -> tuple[MappedFile, dict[str, torch.Tensor]]:
         reader = gguf.GGUFReader(path)
         file = MappedFile(path)
         _check_places(reader.tensors, file.size_bytes)
-        kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-        _check_known(path, kinds)
-        return file, {tensor.name: _open_tensor(file, reader, tensor) for tensor in reader.tensors}
+        _check_known(path, reader.tensors, quants)
+        return file, {tensor.name: _open_tensor(file, reader, tensor, quants) for tensor in reader.tensors}
     except RequestError:
         raise
     except _BAD_FILE_ERRORS as error:
@@ -82,18 +83,30 @@ def _check_places(tensors: Any, size_bytes: int) -> None:
         raise ValueError("it ends before its tensors do")
 
 
-def _check_known(path: Path, kinds: dict[str, str]) -> None:
-    known = [*_PLAIN, *GGUF_FORMATS]
-    foreign = sorted(f"{name} ({kind})" for name, kind in kinds.items() if kind not in known)
+def _check_known(path: Path, tensors: Any, quants: Any) -> None:
+    foreign = sorted(
+        f"{tensor.name} ({tensor.tensor_type.name})"
+        for tensor in tensors
+        if tensor.tensor_type.name not in (*_PLAIN, *GGUF_FORMATS) and not _is_known(tensor, quants)
+    )
     if foreign:
         raise RequestError(
             f"loading {path.name} was asked, in which {len(foreign)} tensors are {', '.join(foreign[:3])}",
-            limit=f"Of GGUF's types, {', '.join(known)} are known",
-            way_out="Download the model in one of these",
+            limit="Neither this pack nor the package gguf makes numbers of these types",
+            way_out=f"Download the model in one of {', '.join(GGUF_FORMATS)}",
         )
 
 
-def _open_tensor(file: MappedFile, reader: Any, tensor: Any) -> torch.Tensor:
+def _is_known(tensor: Any, quants: Any) -> bool:
+    """Try the package's dequantization on the first row."""
+    try:
+        quants.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], tensor.tensor_type)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _open_tensor(file: MappedFile, reader: Any, tensor: Any, quants: Any) -> torch.Tensor:
     kind = tensor.tensor_type.name
     first = int(tensor.data_offset)
     stop = first + int(tensor.n_bytes)
@@ -102,6 +115,9 @@ def _open_tensor(file: MappedFile, reader: Any, tensor: Any) -> torch.Tensor:
     shape = stored if field is None else [int(field.parts[index][0]) for index in field.data]
     if kind in _PLAIN:
         return file.tensor(_PLAIN[kind], tuple(stored), first, stop).reshape(shape)
+    if kind not in GGUF_FORMATS:
+        values = quants.dequantize(tensor.data, tensor.tensor_type)
+        return torch.from_numpy(values).reshape(shape).to(_DTYPE)
     layout = GGUF_FORMATS[kind]
     row_bytes = stored[-1] // layout.weights * layout.nbytes
     blocks = file.tensor(torch.uint8, ((stop - first) // row_bytes, row_bytes), first, stop)

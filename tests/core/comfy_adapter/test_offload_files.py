@@ -348,14 +348,23 @@ def test_gguf(models, wan, monkeypatch):
     with torch.inference_mode(), pytest.raises(RequestError, match="saving a MODEL of a GGUF file"):
         comfy.sd.save_checkpoint(str(models / "saved.safetensors"), limited)
     del limited, fp8
-    foreign = gguf.GGUFWriter(models / "diffusion_models" / "other.gguf", "wan")
-    kind = gguf.GGMLQuantizationType.IQ2_S
-    foreign.add_tensor("blocks.0.weight", np.zeros((2, 82), np.uint8), raw_dtype=kind)
-    foreign.write_header_to_file()
-    foreign.write_kv_data_to_file()
-    foreign.write_tensors_to_file()
-    foreign.close()
-    with pytest.raises(RequestError, match=r"blocks\.0\.weight \(IQ2_S\)"):
+    from comfyui_ferry.core.comfy_adapter.gguf_files import open_gguf
+
+    # Types that only the package knows are numbers at once; those that it does not know are named.
+    random = np.random.default_rng(0).integers(0, 128, (2, 82), np.uint8)
+    other = models / "diffusion_models" / "other.gguf"
+    kinds = gguf.GGMLQuantizationType
+    for kind, data in ((kinds.IQ2_S, random), (kinds.F64, np.zeros((2, 8)))):
+        foreign = gguf.GGUFWriter(other, "wan")
+        foreign.add_tensor("blocks.0.weight", data, raw_dtype=kind)
+        foreign.write_header_to_file()
+        foreign.write_kv_data_to_file()
+        foreign.write_tensors_to_file()
+        foreign.close()
+        if kind == kinds.IQ2_S:
+            values = torch.from_numpy(gguf.quants.dequantize(random, kind)).to(torch.bfloat16)
+            assert torch.equal(open_gguf(other)[1]["blocks.0.weight"], values)
+    with pytest.raises(RequestError, match=r"blocks\.0\.weight \(F64\)"):
         load("other.gguf")
     path.write_bytes(path.read_bytes()[:-200_000])
     with pytest.raises(RequestError, match="sound GGUF"):
