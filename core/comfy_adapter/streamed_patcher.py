@@ -204,6 +204,21 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):
         if self.stream is None:
             super().pin_weight_to_device(key)
 
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a MODEL of the same weights; newer ComfyUI's ``force_deepcopy`` loads them anew, plain.
+
+        Raises:
+            RequestError: If a plain copy was asked of a MODEL that no stock loader made.
+        """
+        can_reload = self.stream is None or getattr(self, "cached_patcher_init", None) is not None
+        if kwargs.get("force_deepcopy") and not can_reload:
+            raise RequestError(
+                "a plain copy of a streamed MODEL was asked (the stock Train LoRA makes one)",
+                limit="Its file was not read by a loader that could read it again",
+                way_out="Use Train LoRA (Offload), or Offload Model behind a stock loader",
+            )
+        return super().clone(*args, **kwargs)
+
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse ComfyUI's MultiGPU split.
 

@@ -188,6 +188,8 @@ def test_refusals():
         offload(model, share_with=model)
     with pytest.raises(RequestError, match="same budgets"):
         offload(model, share_with=streamed, prefetch_depth=3)
+    with pytest.raises(RequestError, match="plain copy"):
+        streamed.clone(force_deepcopy=True)
     with pytest.raises(RequestError, match="MultiGPU"):
         streamed.deepclone_multigpu()
     with pytest.raises(RequestError, match="for good"):
