@@ -40,8 +40,9 @@ and executes it with tiny models of the same classes on small sizes. **None has 
 files by the project**: those need GPUs and hundreds of GB. On several GPUs, files in scaled fp8 and other
 quantized formats need ComfyUI 0.33 (see [parallel.md](parallel.md)).
 
-File names, addresses, folders and samplers' settings have been compared with the templates that ComfyUI
-brings (comfyui-workflow-templates 0.11.44); of Lumina 2 and Stable Diffusion 3.5 medium it has none.
+File names, addresses and folders agree with those of the templates that ComfyUI brings
+(comfyui-workflow-templates 0.11.44), which has none of Lumina 2 and Stable Diffusion 3.5 medium. Samplers' settings
+were compared where a template loads the same file; some templates use another variant of a model, with others.
 
 | model | task | train | low VRAM | parallel | ComfyUI |
 |---|---|:---:|:---:|:---:|:---:|
