@@ -41,8 +41,9 @@ files by the project**: those need GPUs and hundreds of GB. On several GPUs, fil
 quantized formats need ComfyUI 0.33 (see [parallel.md](parallel.md)).
 
 File names, addresses and folders agree with those of the templates that ComfyUI brings
-(comfyui-workflow-templates 0.11.44), which has none of Lumina 2 and Stable Diffusion 3.5 medium. Samplers' settings
-were compared where a template loads the same file; some templates use another variant of a model, with others.
+(comfyui-workflow-templates 0.11.44), which has none of Lumina 2 and Stable Diffusion 3.5 medium. Samplers'
+settings were compared where a template loads the same file; some templates use another variant of a model,
+with others.
 
 | model | task | train | low VRAM | parallel | ComfyUI |
 |---|---|:---:|:---:|:---:|:---:|
