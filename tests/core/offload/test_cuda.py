@@ -130,7 +130,7 @@ def test_a_copy_that_waits_for_nothing_is_caught(monkeypatch):
 
     def late_start(self, source, destination, lease, **options):
         with torch.cuda.stream(self.copy_stream):
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(200_000_000)  # 0.1 s: later than the kernels of a host that is busy
         plain_start(self, source, destination, lease, **options)
 
     monkeypatch.setattr(transfer.CudaTransfer, "start", late_start)
