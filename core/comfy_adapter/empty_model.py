@@ -1,4 +1,4 @@
-"""A diffusion model as a message describes it: built empty, and its weights put together for it."""
+"""A model as a message describes it: built empty, and its weights put together for it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,34 @@ from .model_export import named_parameters
 
 def build_empty_model(description: Mapping[str, Any]) -> nn.Module:
     """Return the described diffusion model on the CPU, its weights not initialised."""
-    module_path, _, class_name = description["class_path"].rpartition(".")
-    if not module_path.startswith("comfy."):
-        raise ValueError(f"{description['class_path']} is no model of ComfyUI")
-    cls = getattr(importlib.import_module(module_path), class_name)
-    if "quantized" in description:
-        operations = quantized.make_operations(description["quantized"])
-    else:
-        operations = getattr(comfy.ops, description["operations"])
+    cls = _find_class(description, "comfy.", "model")
     # Not on the meta device: some classes compute buffers and tables in their constructor. ComfyUI's
     # layers leave their weights uninitialised, so no memory is touched before it is assigned.
-    model = cls(**description["unet_config"], device="cpu", operations=operations)
+    model = cls(**description["unet_config"], device="cpu", operations=_operations(description))
+    return _filled(model, description)
+
+
+def build_empty_encoder(description: Mapping[str, Any]) -> nn.Module:
+    """Return the described transformer of a text encoder likewise."""
+    cls = _find_class(description, "comfy.text_encoders.", "text encoder")
+    config, dtype = dict(description["config"]), description["dtype"]
+    return _filled(cls(config, dtype, torch.device("cpu"), _operations(description)), description)
+
+
+def _find_class(description: Mapping[str, Any], package: str, what: str) -> Any:
+    module_path, _, class_name = description["class_path"].rpartition(".")
+    if not module_path.startswith(package):
+        raise ValueError(f"{description['class_path']} is no {what} of ComfyUI")
+    return getattr(importlib.import_module(module_path), class_name)
+
+
+def _operations(description: Mapping[str, Any]) -> Any:
+    if "quantized" in description:
+        return quantized.make_operations(description["quantized"])
+    return getattr(comfy.ops, description["operations"])
+
+
+def _filled(model: nn.Module, description: Mapping[str, Any]) -> nn.Module:
     if "quantized" in description:
         quantized.fill_layers(model, description["quantized"])
     return model.eval().requires_grad_(False)

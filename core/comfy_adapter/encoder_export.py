@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Mapping
 from typing import Any
 
-import comfy.ops
 import comfy.text_encoders.t5
-import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -56,22 +52,6 @@ def describe_encoder(transformer: Any, plan: ModelPlan, *, gpus: int, patch_pref
         "operations": operations,
         "patch_prefix": patch_prefix,
     }
-
-
-def build_empty_encoder(description: Mapping[str, Any]) -> nn.Module:
-    """Return the described transformer on the CPU, its weights not initialised."""
-    module_path, _, class_name = description["class_path"].rpartition(".")
-    if not module_path.startswith("comfy.text_encoders."):
-        raise ValueError(f"{description['class_path']} is no text encoder of ComfyUI")
-    cls = getattr(importlib.import_module(module_path), class_name)
-    if "quantized" in description:
-        operations = quantized.make_operations(description["quantized"])
-    else:
-        operations = getattr(comfy.ops, description["operations"])
-    model = cls(dict(description["config"]), description["dtype"], torch.device("cpu"), operations)
-    if "quantized" in description:
-        quantized.fill_layers(model, description["quantized"])
-    return model.eval().requires_grad_(False)
 
 
 def _config(transformer: Any) -> dict[str, Any]:

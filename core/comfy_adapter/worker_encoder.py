@@ -10,7 +10,7 @@ from torch import nn
 
 from ..parallel import ModelPlan
 from ..plans import find_text_encoder_plan
-from .encoder_export import build_empty_encoder
+from .empty_model import build_empty_encoder
 from .nested import map_tensors
 from .worker_model import WorkerModel
 
