@@ -8,10 +8,10 @@ import pytest
 import torch
 from comfyui_ferry.core.errors import OffloadError
 from comfyui_ferry.core.offload import OffloadTrainingManager, PackedWeight
+from ferry_support.adapter_stack import AdapterStack, adapter_gradients
 from ferry_support.packed_patchers import random_weight
 from torch import nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 WIDTH = 256
 
@@ -82,46 +82,20 @@ def test_everything_else_sees_a_dense_weight_that_cannot_be_written_to():
         linear(dense, nn.Parameter(random_weight("Q4_0", 8, 32, seed=0), requires_grad=True))
 
 
-class Block(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.base.weight = nn.Parameter(weight, requires_grad=False)
-        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + torch.tanh(self.base(x)) + self.adapter(x)
-
-
-class Model(nn.Module):
-    def __init__(self, weights, *, checkpointing):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(weight) for weight in weights)
-        self.checkpointing = checkpointing
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
-        return x
-
-
-def step(model):
-    model.zero_grad()
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    model(x).square().mean().backward()
-    return [x.grad, *(block.adapter.weight.grad.clone() for block in model.blocks)]
+def stack(weights, *, checkpointing):
+    changes = [lambda _, weight=weight: nn.Parameter(weight, requires_grad=False) for weight in weights]
+    return AdapterStack(WIDTH, changes, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_an_offloaded_training_moves_and_keeps_the_blocks_alone(checkpointing):
     weights = [random_weight("Q4_K", WIDTH, WIDTH, seed=seed).to(torch.float32) for seed in range(3)]
-    plain = Model([weight.dense() for weight in weights], checkpointing=checkpointing)
-    model = Model([weight.clone() for weight in weights], checkpointing=checkpointing)
-    expected = step(plain)
+    plain = stack([weight.dense() for weight in weights], checkpointing=checkpointing)
+    model = stack([weight.clone() for weight in weights], checkpointing=checkpointing)
+    expected = adapter_gradients(plain)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
-        assert all(torch.equal(a, b) for a, b in zip(step(model), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(adapter_gradients(model), expected, strict=True))
     adapters = {block.adapter.weight.data_ptr() for block in model.blocks}
     matrices = [one for one in saved if one.shape == (WIDTH, WIDTH) and one.data_ptr() not in adapters]
     assert all(isinstance(one, PackedWeight) for one in matrices)
@@ -131,7 +105,7 @@ def test_an_offloaded_training_moves_and_keeps_the_blocks_alone(checkpointing):
     assert manager.stats().streamed_bytes == own_bytes
     for _ in range(2):
         before = manager.stats().moved_to_target_bytes
-        assert all(torch.equal(a, b) for a, b in zip(step(model), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(adapter_gradients(model), expected, strict=True))
         assert 0 < manager.stats().moved_to_target_bytes - before <= 2 * own_bytes
     manager.remove()
     for block, weight in zip(model.blocks, weights, strict=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_ferry.core.offload import OffloadTrainingManager
+from ferry_support.adapter_stack import AdapterStack, adapter_gradients
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils.checkpoint import checkpoint
 
 WIDTH, BLOCKS = 32, 3
 
@@ -53,47 +53,24 @@ def quantize(weight, dtype, groups):
     return nn.Parameter(ScaledWeight(codes.to(dtype), scales), requires_grad=False)
 
 
-class Block(nn.Module):
-    def __init__(self, dtype=None, groups=1):
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        if dtype is not None:
-            self.base.weight = quantize(self.base.weight, dtype, groups)
-        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+def stack(dtype=None, groups=1, *, checkpointing=True):
+    def change(weight):
+        return weight if dtype is None else quantize(weight, dtype, groups)
 
-    def forward(self, x):
-        return x + torch.tanh(self.base(x)) + self.adapter(x)
-
-
-class Model(nn.Module):
-    def __init__(self, *kind, checkpointing=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(*kind) for _ in range(BLOCKS))
-        self.checkpointing = checkpointing
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
-        return x
-
-
-def step(model):
-    model.zero_grad()
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    model(x).square().mean().backward()
-    return [x.grad, *(block.adapter.weight.grad.clone() for block in model.blocks)]
+    return AdapterStack(WIDTH, [change] * BLOCKS, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.float8_e4m3fn, 1), (torch.int8, 1), (torch.int8, 4)])
 def test_a_quantized_base_moves_as_it_is(dtype, groups):
-    plain, model = Model(dtype, groups), Model(dtype, groups)
+    plain, model = stack(dtype, groups), stack(dtype, groups)
     manager = OffloadTrainingManager(model, "cpu")
     own_bytes = BLOCKS * (WIDTH * WIDTH + WIDTH * groups * 4)
     assert manager.stats().streamed_bytes == own_bytes
     for _ in range(2):
         before = manager.stats().moved_to_target_bytes
-        assert all(torch.equal(a, b) for a, b in zip(step(model), step(plain), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(adapter_gradients(model), adapter_gradients(plain), strict=True)
+        )
         # Forward and backward; alignment is all that is added.
         assert manager.stats().moved_to_target_bytes - before <= 2 * (own_bytes + 2 * 64 * BLOCKS)
     manager.remove()
@@ -110,13 +87,16 @@ def test_compiled_blocks_train_alike(checkpointing):
         traced.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    plain, model = Model(checkpointing=checkpointing), Model(checkpointing=checkpointing)
+    plain, model = stack(checkpointing=checkpointing), stack(checkpointing=checkpointing)
     manager = OffloadTrainingManager(model, "cpu")
     for block in model.blocks:
         block.compile(backend=backend)
     try:
         for _ in range(2):
-            assert all(torch.equal(a, b) for a, b in zip(step(model), step(plain), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(adapter_gradients(model), adapter_gradients(plain), strict=True)
+            )
             assert manager.resident_bytes == manager.resident_set_bytes
         assert any("tanh" in target for target in traced)  # layers with hooks run as they are
     finally:
