@@ -94,8 +94,9 @@ def find_unaligned(module: nn.Module, plan: ModelPlan, degree: int) -> str | Non
         plan: The plan of its class.
         degree: Ranks that share its weights.
     """
-    layers = {path: layer for path, layer in module.named_modules() if layout_of(layer)}
-    layers = {path: layer for path, layer in layers.items() if layout_of(layer) != INT8_LAYOUT}
+    layers = {
+        path: layer for path, layer in module.named_modules() if layout_of(layer) not in ("", INT8_LAYOUT)
+    }
     for rank in range(degree) if layers else ():
         parts = TensorShards(module, plan, degree=degree, rank=rank).parts
         for path, layer in layers.items():
@@ -212,16 +213,20 @@ def _cut_blocks(weight: Any, part: TensorPart, blocks: _Blocks, join: Join) -> t
     whole = getattr(weight._params, blocks.scales)
     scales = from_blocked(whole.view(torch.uint8), rows, -(-channels // blocks.length))
     whole_values = weight._qdata.view(torch.uint8)[:rows, : -(-channels // blocks.per_byte)]
-    values = join(_in_units(part, blocks.per_byte).pieces(whole_values), part.dim)
+    stored_part = _in_units(part, blocks.per_byte)
     scales = _in_units(part, blocks.length).take(scales)
     assert scales is not None
     shape = (part.local_size, channels) if part.dim == 0 else (rows, part.local_size)
     # Rows and channels are stored in multiples of the block; the zeros beyond the weight are cut off again.
     stored = [-(-size // blocks.length) * blocks.length for size in shape]
     stored[1] //= blocks.per_byte
-    if list(values.shape) != stored:
-        values = join_pieces(_in_units(part, blocks.per_byte).pieces(whole_values), part.dim)
-        values = functional.pad(values, (0, stored[1] - values.shape[1], 0, stored[0] - values.shape[0]))
+    size = [part.local_size, whole_values.shape[1]] if part.dim == 0 else [rows, stored_part.local_size]
+    pieces = stored_part.pieces(whole_values)
+    if size == stored:
+        values = join(pieces, part.dim)
+    else:
+        missing = (0, stored[1] - size[1], 0, stored[0] - size[0])
+        values = functional.pad(join_pieces(pieces, part.dim), missing)
     tiles = to_blocked(scales, flatten=False).view(whole.dtype)
     return _rebuilt(
         weight, values.view(weight._qdata.dtype), shape, scales_of(weight) | {blocks.scales: tiles}
